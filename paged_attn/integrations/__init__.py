@@ -1,0 +1,1 @@
+"""Adapters to other libraries; imported by the user, never by ``paged_attn`` itself."""
