@@ -1,0 +1,20 @@
+// The CPU ops behind the same names.  Arguments were checked by the caller.
+#pragma once
+
+#include <vector>
+
+#include "../params.h"
+
+namespace paged_attn::cpu {
+
+void paged_attention(const AttentionParams& p);
+void write_kv(const KvWriteParams& p);
+void gather_kv(const GatherParams& p);
+void merge_attn_states(const MergeParams& p);
+// Pairs as in cuda/launchers.h: all sources are read before any destination is written where src and dst are the same
+// caches.
+void copy_blocks(const std::vector<BlockArray>& caches, const int64_t* pairs, int64_t num_pairs);
+void swap_blocks(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const int64_t* pairs,
+                 int64_t num_pairs);
+
+}  // namespace paged_attn::cpu
