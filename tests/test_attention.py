@@ -1,0 +1,191 @@
+"""paged_attention against the float64 reference, over shapes, lengths, layouts and options."""
+
+import pytest
+import torch
+
+from paged_attn.testing import FLOAT_DTYPES, LAYOUTS, QUANTISED_DTYPES, SCALE_KINDS, assert_close, peaky_batch
+
+LSE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-3}
+
+HEAD_DIMS = (8, 16, 24, 32, 64, 72, 80, 96, 112, 120, 128, 136, 160, 192, 200, 256)
+BLOCK_SIZES = (1, 3, 4, 8, 16, 24, 32, 64, 128, 256)
+GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 71)
+
+# Lengths in the cache, and query tokens of this call.
+STEPS = {
+    "decode": ([1, 511, 512, 513, 0, 100], None),
+    "verify": ([5, 16, 17, 33, 300], [1, 2, 3, 4, 16]),
+    "prefill": ([64, 37, 130], [64, 37, 130]),
+    "chunk": ([200, 97, 33], [70, 65, 1]),
+    "mixed": ([300, 0, 17, 100, 3, 40, 64], [1, 2, 4, 40, 7, 0, 1]),
+}
+
+
+def slopes(num_heads: int) -> torch.Tensor:
+    return torch.linspace(-0.05, 0.5, num_heads)
+
+
+def sinks(num_heads: int) -> torch.Tensor:
+    return torch.linspace(-2, 8, num_heads)
+
+
+OPTIONS = {
+    "plain": {},
+    "scale": {"scale": 0.2},
+    "window_1": {"window_size": 1},
+    "window_16": {"window_size": 16},
+    "window_50": {"window_size": 50},
+    "window_wide": {"window_size": 100_000},
+    "softcap": {"softcap": 2.5},
+    "alibi": {"alibi_slopes": slopes},
+    "sinks": {"sinks": sinks},
+    "not_causal": {"causal": False},
+    "not_causal_alibi": {"causal": False, "alibi_slopes": slopes, "sinks": sinks},
+    "window_sinks": {"window_size": 20, "sinks": sinks},
+    "all": {"scale": 0.15, "window_size": 70, "softcap": 4.0, "alibi_slopes": slopes, "sinks": sinks},
+}
+
+
+def check_attention(ops, seq_lens, query_lens=None, options=None, **batch_arguments):
+    """Output and LSE equal the reference's, whose inputs are the same stored numbers."""
+    batch = peaky_batch(seq_lens, query_lens, **batch_arguments)
+    num_heads = batch.query.shape[1]
+    options = {name: value(num_heads) if callable(value) else value for name, value in (options or {}).items()}
+    expected, expected_lse = batch.expected(return_lse=True, **options)
+
+    options = {name: value.to(ops.device) if torch.is_tensor(value) else value for name, value in options.items()}
+    output, lse = batch.to(ops.device).run(ops.paged_attention, return_lse=True, **options)
+    assert output.dtype == batch.query.dtype
+    assert lse.dtype == torch.float32
+    assert_close(output, expected)
+    assert_close(lse, expected_lse, tolerance=LSE_TOLERANCE[output.dtype])
+
+
+def check_options(ops, step, option, dtype=torch.float32):
+    check_attention(ops, *STEPS[step], OPTIONS[option], dtype=dtype, padding_rows=3, garbage="num_blocks")
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_decode_at_block_edges(attention_ops, dtype, block_size, head_dim):
+    lengths = [0, 1, block_size - 1, block_size, block_size + 1, 2 * block_size + 1]
+    layout = LAYOUTS[(head_dim // 8 + block_size) % 3]
+    check_attention(attention_ops, lengths, dtype=dtype, block_size=block_size, head_dim=head_dim, layout=layout)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("block_size", [1, 8, 16, 24, 128])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_mixed_batch_shapes(attention_ops, dtype, block_size, head_dim):
+    layout = LAYOUTS[(head_dim // 8 + block_size) % 3]
+    check_attention(
+        attention_ops,
+        [97, 20, 3, 33],
+        [33, 4, 5, 1],
+        dtype=dtype,
+        block_size=block_size,
+        head_dim=head_dim,
+        layout=layout,
+    )
+
+
+@pytest.mark.parametrize("step", ["decode", "mixed"])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_group_sizes(attention_ops, dtype, group, step):
+    check_attention(attention_ops, *STEPS[step], dtype=dtype, num_heads=2 * group, num_kv_heads=2)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_options(attention_ops, dtype, step, option):
+    check_options(attention_ops, step, option, dtype)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_options_of_wide_heads(attention_ops, head_dim, option):
+    check_attention(
+        attention_ops,
+        *STEPS["mixed"],
+        OPTIONS[option],
+        dtype=torch.bfloat16,
+        head_dim=head_dim,
+        num_heads=4,
+        num_kv_heads=1,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_layouts(attention_ops, dtype, step, layout):
+    check_attention(attention_ops, *STEPS[step], dtype=dtype, layout=layout, head_dim=128, poison=float("inf"))
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 8])
+@pytest.mark.parametrize("length", [1500, 4097])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_long_sequences(attention_ops, dtype, length, num_kv_heads):
+    lengths = [length, 1, length - 700]
+    check_attention(
+        attention_ops, lengths, [1, 1, 3], dtype=dtype, num_heads=8 * num_kv_heads, num_kv_heads=num_kv_heads
+    )
+
+
+@pytest.mark.parametrize("option", ["plain", "window_50", "all"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_prefill_of_several_tiles(attention_ops, dtype, head_dim, option):
+    check_attention(
+        attention_ops,
+        [420, 290],
+        [290, 290],
+        OPTIONS[option],
+        dtype=dtype,
+        head_dim=head_dim,
+        num_heads=4,
+        num_kv_heads=1,
+    )
+
+
+@pytest.mark.parametrize("scale_kind", [None, *SCALE_KINDS])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_quantised_cache(attention_ops, dtype, cache_dtype, step, scale_kind):
+    check_attention(attention_ops, *STEPS[step], dtype=dtype, cache_dtype=cache_dtype, scale_kind=scale_kind)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 24, 64])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
+def test_quantised_shapes(attention_ops, cache_dtype, head_dim, block_size):
+    layout = LAYOUTS[(head_dim // 8 + block_size) % 3]
+    for scale_kind in ("head", "token_head"):
+        check_attention(
+            attention_ops,
+            [65, 17, 3],
+            [2, 9, 1],
+            dtype=torch.bfloat16,
+            cache_dtype=cache_dtype,
+            scale_kind=scale_kind,
+            head_dim=head_dim,
+            block_size=block_size,
+            layout=layout,
+        )
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
+def test_quantised_options(attention_ops, cache_dtype, option):
+    check_attention(
+        attention_ops,
+        *STEPS["mixed"],
+        OPTIONS[option],
+        dtype=torch.bfloat16,
+        cache_dtype=cache_dtype,
+        scale_kind="head",
+    )
