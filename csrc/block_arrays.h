@@ -1,0 +1,105 @@
+// Caches as arrays of blocks of bytes, for copy_blocks and swap_blocks: layout and dtype are forgotten here.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "checks.h"
+
+namespace paged_attn {
+
+struct BlockArrays {
+  std::vector<BlockArray> src, dst;  // pairwise equal row_bytes and sizes; strides may differ
+};
+
+namespace detail {
+
+struct PairedDim {
+  int64_t size, src_stride, dst_stride;  // bytes
+};
+
+// Runs of bytes that are contiguous on both sides, and the dimensions that are left, innermost last.
+inline void fill_shapes(std::vector<PairedDim> dims, const char* name, BlockShape& src, BlockShape& dst) {
+  std::sort(dims.begin(), dims.end(),
+            [](const PairedDim& a, const PairedDim& b) { return a.src_stride < b.src_stride; });
+  std::vector<PairedDim> outer;
+  for (const PairedDim& d : dims) {
+    if (d.src_stride <= 0 || d.dst_stride <= 0) fail(name, ": expected no overlapping elements in a block");
+    if (outer.empty() && d.src_stride == src.row_bytes && d.dst_stride == src.row_bytes)
+      src.row_bytes *= d.size;
+    else if (!outer.empty() && d.src_stride == outer.back().size * outer.back().src_stride &&
+             d.dst_stride == outer.back().size * outer.back().dst_stride)
+      outer.back().size *= d.size;
+    else
+      outer.push_back(d);
+  }
+  if (outer.size() > 3) fail(name, ": expected at most 4 separate dimensions in a block, got ", outer.size() + 1);
+  dst.row_bytes = src.row_bytes;
+  for (size_t i = 0; i < 3; i++) {
+    const PairedDim d = i < outer.size() ? outer[i] : PairedDim{1, 0, 0};
+    src.sizes[2 - i] = dst.sizes[2 - i] = d.size;
+    src.strides[2 - i] = d.src_stride;
+    dst.strides[2 - i] = d.dst_stride;
+  }
+}
+
+}  // namespace detail
+
+inline BlockArrays block_arrays(const char* src_name, const std::vector<Tensor>& src, const char* dst_name,
+                                const std::vector<Tensor>& dst) {
+  if (src.size() != dst.size())
+    fail(dst_name, ": expected ", src.size(), " caches like ", src_name, ", got ", dst.size());
+  BlockArrays arrays;
+  for (size_t i = 0; i < src.size(); i++) {
+    const Tensor &s = src[i], &d = dst[i];
+    if (s.dim() < 2 || s.dim() > 5) fail(src_name, ": expected [num_blocks, ...] caches, got shape ", shape_of(s));
+    if (d.dim() != s.dim())
+      fail(dst_name, ": expected blocks of ", src_name, "'s shape ", shape_of(s), ", got ", shape_of(d));
+    check_dtype(dst_name, d, s.scalar_type(), " like the other side");
+    check_device(src_name, s, src_name, src[0]);
+    check_device(dst_name, d, dst_name, dst[0]);
+    check_size(src_name, s, 0, src[0].size(0), "blocks of the first cache");
+    check_size(dst_name, d, 0, dst[0].size(0), "blocks of the first cache");
+    const int64_t width = s.element_size();
+    std::vector<detail::PairedDim> dims;
+    for (int64_t k = 1; k < s.dim(); k++) {
+      check_size(dst_name, d, k, s.size(k), "that of the other side");
+      if (s.size(k) != 1) dims.push_back({s.size(k), s.stride(k) * width, d.stride(k) * width});
+    }
+    BlockArray from = {s.data_ptr(), s.size(0), s.stride(0) * width, {width, {1, 1, 1}, {0, 0, 0}}};
+    BlockArray to = {d.data_ptr(), d.size(0), d.stride(0) * width, {width, {1, 1, 1}, {0, 0, 0}}};
+    if (s.numel() > 0) detail::fill_shapes(dims, src_name, from.shape, to.shape);
+    arrays.src.push_back(from);
+    arrays.dst.push_back(to);
+  }
+  return arrays;
+}
+
+inline void check_block_mapping(const Tensor& mapping) {
+  check_dim("block_mapping", mapping, 2, "[num_pairs, 2]");
+  check_size("block_mapping", mapping, 1, 2, "source and destination");
+  check_dtype("block_mapping", mapping, ScalarType::Long);
+}
+
+// Every id in range, no destination twice.
+inline void check_pairs(const Tensor& mapping, const char* src_name, const std::vector<BlockArray>& src,
+                        const char* dst_name, const std::vector<BlockArray>& dst) {
+  const int64_t num_src = src[0].num_blocks, num_dst = dst[0].num_blocks;
+  const int64_t* pairs = static_cast<const int64_t*>(mapping.data_ptr());
+  std::vector<int64_t> destinations;
+  for (int64_t i = 0; i < mapping.size(0); i++) {
+    const int64_t from = pairs[i * mapping.stride(0)], to = pairs[i * mapping.stride(0) + mapping.stride(1)];
+    if (from < 0 || from >= num_src)
+      fail("block_mapping: expected sources from 0 to ", num_src - 1, " (", src_name, "), got ", from, " in row ", i);
+    if (to < 0 || to >= num_dst)
+      fail("block_mapping: expected destinations from 0 to ", num_dst - 1, " (", dst_name, "), got ", to, " in row ",
+           i);
+    destinations.push_back(to);
+  }
+  std::sort(destinations.begin(), destinations.end());
+  const auto twice = std::adjacent_find(destinations.begin(), destinations.end());
+  if (twice != destinations.end())
+    fail("block_mapping: expected every destination once, got ", *twice, " more than once");
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,148 @@
+// The CUDA side of the ops: device guard, stream, memory, launch.
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+
+#include <map>
+#include <mutex>
+
+#include "../ops.h"
+#include "launchers.h"
+
+// A torch without CUDA does not define this; weak, so that it can load the library all the same.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                                   void** ret_stream);
+
+namespace paged_attn {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+cudaStream_t current_stream(int device) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+struct MarkedKey {
+  int device;
+  cudaStream_t stream;
+  unsigned long long capture;  // 0: not capturing
+  bool operator<(const MarkedKey& o) const {
+    return std::tie(device, stream, capture) < std::tie(o.device, o.stream, o.capture);
+  }
+};
+
+struct MarkedMemory {
+  Tensor bytes;
+  size_t size;
+};
+
+// A tensor taken while a graph is captured lives in the graph's pool, which outlives the handle kept here; its fill is
+// a node of the graph, so every replay starts from clean marks.
+std::mutex marked_mutex;
+std::map<MarkedKey, MarkedMemory>& marked_memories() {
+  static auto* memories = new std::map<MarkedKey, MarkedMemory>;  // never destroyed: the CUDA context may go first
+  return *memories;
+}
+
+class TorchWorkspace final : public Workspace {
+ public:
+  TorchWorkspace(const Tensor& on, cudaStream_t stream) : on_(on), stream_(stream) {}
+
+  void* scratch(size_t bytes) override {
+    scratch_.push_back(empty(bytes));
+    return scratch_.back().data_ptr();
+  }
+
+  void* marked(size_t bytes) override {
+    cudaStreamCaptureStatus status;
+    unsigned long long capture = 0;
+    STD_CUDA_CHECK(cudaStreamGetCaptureInfo(stream_, &status, &capture));
+    if (status != cudaStreamCaptureStatusActive) capture = 0;
+    const std::lock_guard<std::mutex> lock(marked_mutex);
+    auto& memories = marked_memories();
+    const MarkedKey key = {on_.get_device_index(), stream_, capture};
+    // What an ended capture on this stream used belongs to its graph alone now.
+    for (auto it = memories.begin(); it != memories.end();)
+      it = it->first.device == key.device && it->first.stream == stream_ && it->first.capture != 0 &&
+                   it->first.capture != capture
+               ? memories.erase(it)
+               : std::next(it);
+    auto found = memories.find(key);
+    if (found == memories.end() || found->second.size < bytes) {
+      Tensor memory = empty(bytes);
+      STD_CUDA_CHECK(cudaMemsetAsync(memory.data_ptr(), 0xff, bytes, stream_));
+      if (found != memories.end()) memories.erase(found);
+      found = memories.emplace(key, MarkedMemory{memory, bytes}).first;
+    }
+    return found->second.bytes.data_ptr();
+  }
+
+ private:
+  Tensor empty(size_t bytes) const {
+    return torch::stable::new_empty(on_, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+  }
+
+  const Tensor& on_;
+  cudaStream_t stream_;
+  std::vector<Tensor> scratch_;
+};
+
+// Everything a launch needs from the tensor that names the device.
+struct Launch {
+  explicit Launch(const Tensor& on)
+      : guard(on.get_device_index()), stream(current_stream(on.get_device_index())), workspace(on, stream) {}
+  void check() const { STD_CUDA_KERNEL_LAUNCH_CHECK(); }
+
+  DeviceGuard guard;
+  cudaStream_t stream;
+  TorchWorkspace workspace;
+};
+
+struct CudaBackend {
+  static void paged_attention(const AttentionParams& p, const Tensor& on) {
+    Launch launch(on);
+    launch_paged_attention(p, launch.workspace, launch.stream);
+    launch.check();
+  }
+  static void write_kv(const KvWriteParams& p, const Tensor& on) {
+    Launch launch(on);
+    launch_write_kv(p, launch.stream);
+    launch.check();
+  }
+  static void gather_kv(const GatherParams& p, const Tensor& on) {
+    Launch launch(on);
+    launch_gather_kv(p, launch.workspace, launch.stream);
+    launch.check();
+  }
+  static void merge_attn_states(const MergeParams& p, const Tensor& on) {
+    Launch launch(on);
+    launch_merge_attn_states(p, launch.stream);
+    launch.check();
+  }
+  static void copy_blocks(const std::vector<BlockArray>& caches, const Tensor& pairs, const Tensor& on) {
+    if (!on.is_cuda()) fail("caches: expected tensors on a CUDA device, got ", device_of(on));
+    Launch launch(on);
+    launch_copy_blocks(caches, static_cast<const int64_t*>(pairs.data_ptr()), pairs.size(0), pairs.is_cpu(),
+                       launch.workspace, launch.stream);
+    launch.check();
+  }
+  static void swap_blocks(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const Tensor& pairs,
+                          const Tensor& src_on, const Tensor& dst_on, bool host_is_pinned) {
+    const CopyDirection direction = src_on.is_cpu()   ? CopyDirection::kHostToDevice
+                                    : dst_on.is_cpu() ? CopyDirection::kDeviceToHost
+                                                      : CopyDirection::kDeviceToDevice;
+    Launch launch(src_on.is_cuda() ? src_on : dst_on);
+    launch_swap_blocks(src, dst, static_cast<const int64_t*>(pairs.data_ptr()), pairs.size(0), direction,
+                       host_is_pinned, launch.workspace, launch.stream);
+    launch.check();
+  }
+};
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(paged_attn, CUDA, m) { register_ops<CudaBackend>(m); }
+
+}  // namespace paged_attn

@@ -1,0 +1,287 @@
+"""The operations, as thin wrappers of ``torch.ops.paged_attn``; contents of tensors are never read on the host.
+
+Words and shapes used throughout: ``num_seqs`` sequences with ``num_tokens`` query tokens in all; a pool of
+``num_blocks`` blocks of ``block_size`` token slots; ``slot = block * block_size + offset``. Caches are logically
+``[num_blocks, block_size, num_kv_heads, head_dim]`` with a last stride of 1 and any other strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_MIN_TORCH = (2, 11)
+
+
+def _load_library() -> None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < _MIN_TORCH:
+        raise ImportError(
+            f"paged_attn is built for torch {_MIN_TORCH[0]}.{_MIN_TORCH[1]} or newer, found {torch.__version__}"
+        )
+    if hasattr(torch.ops.paged_attn, "paged_attention"):  # another copy of the package has registered the ops
+        return
+    library = Path(__file__).parent / "_C.abi3.so"
+    if not library.exists():
+        raise ImportError(
+            f"{library} is missing: build it with `pip install .` or `python setup.py build_ext --inplace`"
+        )
+    torch.ops.load_library(str(library))
+
+
+_load_library()
+
+_attention = torch.ops.paged_attn.paged_attention.default
+_attention_out = torch.ops.paged_attn.paged_attention.out
+_write_kv = torch.ops.paged_attn.write_kv.default
+_gather_kv = torch.ops.paged_attn.gather_kv.default
+_merge = torch.ops.paged_attn.merge_attn_states.default
+_merge_out = torch.ops.paged_attn.merge_attn_states.out
+_copy_blocks = torch.ops.paged_attn.copy_blocks.default
+_swap_blocks = torch.ops.paged_attn.swap_blocks.default
+
+_FLAG_METADATA_READY = 1
+_BACKEND_FLAGS = {"auto": 0, "mma": 4, "sm90": 8}
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window_size: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    max_seqlen_q: int | None = None,
+    metadata_ready: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of query tokens over paged keys and values: decode, verification, chunked prefill, or a mixture.
+
+    Query token ``i`` of a sequence with ``q`` query tokens and length ``L`` stands at position ``L - q + i``. Its score
+    with key ``j`` is ``s = scale * dot(query, key)``, then ``softcap * tanh(s / softcap)``, then
+    ``+ alibi_slope * (j - position)``, then the masks. A row that sees no key is 0 with a log-sum-exp of -inf (with a
+    sink: the sink); so are rows past ``cu_seqlens_q[-1]``.
+
+    Args:
+        query: ``[num_tokens, num_heads, head_dim]``, float16, bfloat16 or float32; ``head_dim`` a multiple of 8 up to
+            256.
+        key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` of the query's dtype, or
+            float8_e4m3fn, float8_e5m2 or int8; ``num_heads`` is a multiple of ``num_kv_heads``.
+        block_table: int32 ``[num_seqs, max_blocks]``. Entries that hold no visible key are never read.
+        seq_lens: int32 ``[num_seqs]``: tokens in the cache, those of this call included.
+        cu_seqlens_q: int32 ``[num_seqs + 1]``, prefix sums of the query lengths; None: one query token a sequence.
+        scale: of the scores; default ``head_dim ** -0.5``.
+        causal: a token sees keys up to its own position.
+        window_size: keys that a token sees, itself included; needs ``causal``.
+        softcap: 0 for none.
+        alibi_slopes: float32 ``[num_heads]``, Press et al., https://arxiv.org/abs/2108.12409.
+        sinks: float32 ``[num_heads]``: a term ``exp(sink)`` in every row's denominator, part of the log-sum-exp.
+        k_scale, v_scale: float32, of one element, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``; the
+            values of a quantised cache are ``stored * scale``.
+        out: written and returned in place of a new tensor; shape and dtype of ``query``.
+        return_lse: return ``(output, lse)``, ``lse`` float32 ``[num_tokens, num_heads]``, natural logarithm.
+        batch_invariant: a row's bits depend on its own sequence alone, not on the batch, the table's width or padding.
+        max_seqlen_q: a bound on the query tokens of a sequence, to choose a kernel by.
+        metadata_ready: states that ``block_table``, ``seq_lens`` and ``cu_seqlens_q`` were written before the kernel
+            that precedes this call on its stream began, so that they may be read while that kernel still runs. Wrong
+            results if it wrote them itself.
+        backend: "auto", or "mma" or "sm90" to force a CUDA implementation.
+
+    Raises:
+        ValueError: arguments that do not fit together, or that the forced backend cannot serve.
+    """
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    if window_size is None:
+        window_size = 0
+    elif window_size < 1:
+        raise ValueError(f"window_size: expected None or at least 1, got {window_size}")
+    if backend not in _BACKEND_FLAGS:
+        raise ValueError(f"backend: expected one of {', '.join(_BACKEND_FLAGS)}, got {backend!r}")
+    flags = _BACKEND_FLAGS[backend] | (_FLAG_METADATA_READY if metadata_ready else 0)
+    args = (query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, scale, causal, window_size, softcap)
+    args += (alibi_slopes, sinks, k_scale, v_scale, batch_invariant, max_seqlen_q or 0, flags)
+    if out is None:
+        out, lse = _attention(*args, return_lse)
+    else:
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
+        _attention_out(*args, out, lse)
+    return (out, lse) if return_lse else out
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Scatter new keys and values into their cache slots, in place.
+
+    A quantised cache stores ``value / scale``, rounded to nearest even and saturated, infinities too; NaN stays NaN
+    (int8: 0, and int8 saturates at -127 and 127).
+
+    Args:
+        key, value: ``[num_tokens, num_kv_heads, head_dim]``, any strides with a contiguous last dimension.
+        key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``; written.
+        slot_mapping: int64 or int32 ``[num_slots]`` with ``num_slots <= num_tokens``; negative to skip a row. Rows of
+            ``key`` past ``num_slots`` are ignored.
+        k_scale, v_scale: for a quantised cache, float32 of one element or ``[num_kv_heads]``, which are read; or
+            ``[num_blocks, block_size, num_kv_heads]``, which are written: the row's largest magnitude over the largest
+            finite value of the cache's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together; on the CPU also a slot past the end.
+    """
+    _write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+
+
+def copy_blocks(caches: Sequence[Tensor] | Tensor, block_mapping: Tensor) -> None:
+    """Copy whole blocks within each cache, in place, as if every source were read before any destination is written.
+
+    Args:
+        caches: tensors ``[num_blocks, ...]`` on one device, or one stacked ``[num_layers, num_blocks, ...]``.
+        block_mapping: int64 ``[num_pairs, 2]``, source and destination, on the host or on the caches' device. On the
+            device, pairs with an id out of range are skipped.
+
+    Raises:
+        ValueError: a destination named twice or an id out of range (mapping on the host), or caches that do not fit.
+    """
+    _copy_blocks(_as_list(caches), block_mapping)
+
+
+def swap_blocks(src: Sequence[Tensor] | Tensor, dst: Sequence[Tensor] | Tensor, block_mapping: Tensor) -> None:
+    """Copy whole blocks from ``src`` to ``dst``, between a device and the host or between devices, in stream order.
+
+    Args:
+        src, dst: caches as in :func:`copy_blocks`, pairwise of one dtype and block shape. Host tensors may be pinned,
+            which is faster.
+        block_mapping: int64 ``[num_pairs, 2]`` on the host: block of ``src``, block of ``dst``. It may be changed as
+            soon as the call returns.
+
+    Raises:
+        ValueError: a destination named twice, an id out of range, or caches that do not fit; nothing has moved then.
+    """
+    src, dst = _as_list(src), _as_list(dst)
+    pinned = all(t.is_pinned() for t in (*src, *dst) if t.device.type == "cpu") if torch.cuda.is_available() else False
+    _swap_blocks(src, dst, block_mapping, pinned)
+
+
+def gather_kv(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    seq_starts: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    total_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Contiguous keys and values of tokens ``seq_starts[i] .. seq_starts[i] + seq_lens[i] - 1`` of each sequence.
+
+    Args:
+        key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+        block_table: int32 ``[num_seqs, max_blocks]``.
+        seq_lens: int32 ``[num_seqs]``: tokens to gather.
+        seq_starts: int32 ``[num_seqs]``, default 0.
+        k_scale, v_scale: scales of a quantised cache, as in :func:`paged_attention`.
+        out_dtype: default the cache's dtype, for a quantised cache bfloat16.
+        total_tokens: the sum of ``seq_lens``, where the caller knows it: the call then does not synchronise. Rows past
+            the real sum are 0, and so are tokens past the row of the table.
+
+    Returns:
+        Two contiguous ``[total_tokens, num_kv_heads, head_dim]``.
+
+    Raises:
+        ValueError: arguments that do not fit together, or (without ``total_tokens``) tokens past the row of the table.
+    """
+    return _gather_kv(
+        key_cache, value_cache, block_table, seq_lens, seq_starts, k_scale, v_scale, out_dtype, total_tokens
+    )
+
+
+def merge_attn_states(
+    output_a: Tensor,
+    lse_a: Tensor,
+    output_b: Tensor,
+    lse_b: Tensor,
+    *,
+    out: Tensor | None = None,
+    out_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Combine attention over two disjoint sets of keys: the result over their union, and its log-sum-exp.
+
+    ``(0, -inf)`` is the identity, whatever the values on the empty side.
+
+    Args:
+        output_a, output_b: ``[num_tokens, num_heads, head_dim]``.
+        lse_a, lse_b: float32 ``[num_tokens, num_heads]``, natural logarithm.
+        out, out_lse: written and returned in place of new tensors; they may be operands.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together.
+    """
+    if out is None and out_lse is None:
+        return _merge(output_a, lse_a, output_b, lse_b)
+    out = torch.empty_like(output_a) if out is None else out
+    out_lse = torch.empty_like(lse_a) if out_lse is None else out_lse
+    _merge_out(output_a, lse_a, output_b, lse_b, out, out_lse)
+    return out, out_lse
+
+
+def _as_list(caches: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    return list(caches.unbind(0)) if isinstance(caches, Tensor) else list(caches)
+
+
+def _fake(name: str):
+    return torch.library.register_fake(f"paged_attn::{name}", allow_override=True)
+
+
+@_fake("paged_attention")
+def _(query, *args):
+    return_lse = args[-1]
+    lse_tokens = query.shape[0] if return_lse else 0
+    return query.new_empty(query.shape), query.new_empty((lse_tokens, query.shape[1]), dtype=torch.float32)
+
+
+@_fake("gather_kv")
+def _(key_cache, value_cache, block_table, seq_lens, seq_starts, k_scale, v_scale, out_dtype, total_tokens):
+    tokens = torch.library.get_ctx().new_dynamic_size() if total_tokens is None else total_tokens
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if key_cache.dtype.itemsize == 1 else key_cache.dtype
+    shape = (tokens, key_cache.shape[2], key_cache.shape[3])
+    return key_cache.new_empty(shape, dtype=out_dtype), value_cache.new_empty(shape, dtype=out_dtype)
+
+
+@_fake("merge_attn_states")
+def _(output_a, lse_a, output_b, lse_b):
+    return output_a.new_empty(output_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+@_fake("paged_attention.out")
+@_fake("write_kv")
+@_fake("merge_attn_states.out")
+@_fake("copy_blocks")
+@_fake("swap_blocks")
+def _(*args):
+    return None
