@@ -83,7 +83,7 @@ def ops_extension(cuda: Path | None) -> Extension:
         include = [*include, str(cuda / "include")]
         library_dirs = [*library_dirs, str(cuda / "lib64"), str(cuda / "targets" / "x86_64-linux" / "lib")]
         link += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-        cxx += ["-DUSE_CUDA", *define[1:]]
+        cxx += ["-DUSE_CUDA", f'-DPAGED_ATTN_ARCHS="{archs}"', *define[1:]]
         nvcc = [
             "-O3",
             "-std=c++17",

@@ -6,6 +6,7 @@
 
 #include <map>
 #include <mutex>
+#include <string>
 
 #include "../ops.h"
 #include "launchers.h"
@@ -141,8 +142,20 @@ struct CudaBackend {
   }
 };
 
+// "toolkit|driver|architectures", for `python -m paged_attn info`.
+std::string build_info() {
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+  const auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
+  return version(CUDART_VERSION) + "|" + (driver ? version(driver) : "none") + "|" PAGED_ATTN_ARCHS;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(paged_attn, CUDA, m) { register_ops<CudaBackend>(m); }
+
+STABLE_TORCH_LIBRARY_FRAGMENT(paged_attn, m) { m.def("build_info() -> str"); }
+
+STABLE_TORCH_LIBRARY_IMPL(paged_attn, CompositeExplicitAutograd, m) { m.impl("build_info", TORCH_BOX(&build_info)); }
 
 }  // namespace paged_attn

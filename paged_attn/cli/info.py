@@ -44,8 +44,8 @@ def main(args: argparse.Namespace) -> int:
 def cuda_build() -> str:
     if not registered("paged_attention", "CUDA"):
         return "not built (no nvcc at build time)"
-    toolkit, architectures = torch.ops.paged_attn.build_info().split(";")
-    return f"toolkit {toolkit}, architectures {architectures}"
+    toolkit, driver, architectures = torch.ops.paged_attn.build_info().split("|")
+    return f"toolkit {toolkit}, driver for CUDA {driver}, architectures {architectures}"
 
 
 def registered(op: str, key: str) -> bool:
