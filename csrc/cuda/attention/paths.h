@@ -1,0 +1,42 @@
+// The paths behind launch_paged_attention and what dispatch.cu asks of them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../../params.h"
+
+namespace paged_attn {
+
+// Which sequences a kernel serves: those with min_len <= query tokens <= max_len.  The kernels of one call have
+// disjoint ranges that cover every length, and exactly one of them owns the empty rows: those of sequences of length 0,
+// whatever their query length, and the rows of `query` past cu_seqlens_q[num_seqs] (empty_rows.cuh writes both).
+struct QueryRange {
+  int min_len, max_len;
+  bool owns_empty;
+};
+
+// Hopper.  `supports` looks at shapes, dtypes, strides, alignment and options, never at tensor contents or at
+// p.backend; it may be asked on any device.
+namespace sm90 {
+
+// The most packed rows (query tokens x group) of a sequence that the decode kernel takes.
+int decode_max_rows();
+bool decode_supports(const AttentionParams& p);
+void launch_decode(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream);
+
+bool prefill_supports(const AttentionParams& p);
+void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream);
+
+}  // namespace sm90
+
+// Compute capability 8.0 and up: serves every call of the contract.
+namespace mma {
+
+int decode_max_rows();
+
+void launch_decode(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream);
+void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream);
+
+}  // namespace mma
+
+}  // namespace paged_attn
