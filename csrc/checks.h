@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -64,6 +65,15 @@ inline std::string device_of(const Tensor& t) {
   return t.is_cpu() ? "cpu" : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : "another device";
 }
 
+inline bool same_shape(const Tensor& a, const Tensor& b) {
+  const auto x = a.sizes(), y = b.sizes();
+  return std::equal(x.begin(), x.end(), y.begin(), y.end());
+}
+
+inline bool same_device(const Tensor& a, const Tensor& b) {
+  return a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() && a.get_device_index() == b.get_device_index();
+}
+
 inline void check_dim(const char* name, const Tensor& t, int64_t dim, const char* shape) {
   if (t.dim() != dim) fail(name, ": expected shape ", shape, ", got ", shape_of(t));
 }
@@ -78,7 +88,7 @@ inline void check_dtype(const char* name, const Tensor& t, ScalarType type, cons
 }
 
 inline void check_device(const char* name, const Tensor& t, const char* like_name, const Tensor& like) {
-  if (device_of(t) != device_of(like))
+  if (!same_device(t, like))
     fail(name, ": expected device ", device_of(like), " like ", like_name, ", got ", device_of(t));
 }
 
@@ -136,7 +146,7 @@ inline void check_caches(const Tensor& key_cache, const Tensor& value_cache) {
   constexpr const char* kShape = "[num_blocks, block_size, num_kv_heads, head_dim]";
   check_dim("key_cache", key_cache, 4, kShape);
   check_dim("value_cache", value_cache, 4, kShape);
-  if (shape_of(key_cache) != shape_of(value_cache))
+  if (!same_shape(key_cache, value_cache))
     fail("value_cache: expected shape ", shape_of(key_cache), " like key_cache, got ", shape_of(value_cache));
   cache_dtype("key_cache", key_cache);
   check_dtype("value_cache", value_cache, key_cache.scalar_type(), " like key_cache");

@@ -122,8 +122,7 @@ struct Ops {
     AttentionParams p =
         attention_params(query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, scale, causal, window_size,
                          softcap, alibi_slopes, sinks, k_scale, v_scale, batch_invariant, max_seqlen_q, flags);
-    if (shape_of(out) != shape_of(query))
-      fail("out: expected shape ", shape_of(query), " like query, got ", shape_of(out));
+    if (!same_shape(out, query)) fail("out: expected shape ", shape_of(query), " like query, got ", shape_of(out));
     check_dtype("out", out, query.scalar_type(), " like query");
     check_device("out", out, "query", query);
     check_last_stride("out", out);
@@ -287,7 +286,7 @@ struct Ops {
     p.dtype = float_dtype("output_a", output_a);
     for (auto [name, t] :
          {std::pair{"output_a", &output_a}, std::pair{"output_b", &output_b}, std::pair{"out", &out}}) {
-      if (shape_of(*t) != shape_of(output_a))
+      if (!same_shape(*t, output_a))
         fail(name, ": expected shape ", shape_of(output_a), " like output_a, got ", shape_of(*t));
       check_dtype(name, *t, output_a.scalar_type(), " like output_a");
       check_device(name, *t, "output_a", output_a);
