@@ -299,6 +299,7 @@ struct Ops {
       check_dtype(name, *t, ScalarType::Float);
       check_device(name, *t, "output_a", output_a);
     }
+    check_head_dim("output_a", output_a.size(2));
     check_fits_int("output_a", output_a.size(0) * output_a.size(1));
     p.output_a = output_a.data_ptr();
     p.output_b = output_b.data_ptr();

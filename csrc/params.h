@@ -23,7 +23,7 @@ struct BlockStrides {
 struct ScaleView {
   float* data;  // null: every scale is 1
   BlockStrides strides;
-  bool per_token() const { return strides.slot != 0 || strides.block != 0; }
+  constexpr bool per_token() const { return strides.slot != 0 || strides.block != 0; }
 };
 
 // Which implementation serves paged_attention; kAuto picks the fastest that can.
@@ -84,7 +84,7 @@ struct KvWriteParams {
 struct BlockShape {
   int64_t row_bytes;             // contiguous bytes
   int64_t sizes[3], strides[3];  // outer dimensions, strides in bytes; size 1 where unused
-  int64_t bytes() const { return row_bytes * sizes[0] * sizes[1] * sizes[2]; }
+  constexpr int64_t bytes() const { return row_bytes * sizes[0] * sizes[1] * sizes[2]; }
 };
 
 // One cache tensor of copy_blocks or swap_blocks.

@@ -115,7 +115,7 @@ struct CudaBackend {
   }
   static void gather_kv(const GatherParams& p, const Tensor& on) {
     Launch launch(on);
-    launch_gather_kv(p, launch.workspace, launch.stream);
+    launch_gather_kv(p, launch.stream);
     launch.check();
   }
   static void merge_attn_states(const MergeParams& p, const Tensor& on) {

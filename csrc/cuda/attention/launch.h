@@ -63,7 +63,7 @@ void launch_kernel(void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = dependent ? 1 : 0;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), "paged_attention launch");
+  check_cuda(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), "kernel launch");
 }
 
 }  // namespace paged_attn

@@ -1,0 +1,165 @@
+#include "block_transfer.h"
+
+#include <algorithm>
+
+#include "launch.cuh"
+
+namespace paged_attn {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMaxArrays = 256;
+constexpr int kFewPairs = 16, kManyPairs = 3000;  // a launch's parameters hold 32,764 bytes at most
+
+template <int kPairs>
+struct TransferParams {
+  int64_t units;  // of a block, each of the width of one access
+  int num_arrays, num_pairs;
+  int64_t src_block_stride, dst_block_stride, num_src_blocks, num_dst_blocks;
+  BlockShape src_shape, dst_shape;
+  const int64_t* device_pairs;
+  const BlockPlan* plan;
+  const char* src[kMaxArrays];
+  char* dst[kMaxArrays];
+  BlockPlan::Move pairs[kPairs];
+};
+
+__device__ __forceinline__ int64_t offset_in_block(const BlockShape& shape, int64_t byte) {
+  int64_t row = byte / shape.row_bytes, offset = byte % shape.row_bytes;
+#pragma unroll
+  for (int i = 2; i >= 0; --i) {
+    if (shape.sizes[i] == 1) continue;
+    offset += row % shape.sizes[i] * shape.strides[i];
+    row /= shape.sizes[i];
+  }
+  return offset;
+}
+
+template <int kPairs>
+__device__ __forceinline__ BlockPlan::Move checked_pair(const TransferParams<kPairs>& p, int i) {
+  const int64_t src = p.device_pairs[2 * i], dst = p.device_pairs[2 * i + 1];
+  if (src < 0 || src >= p.num_src_blocks || dst < 0 || dst >= p.num_dst_blocks) return {-1, -1};
+  return {static_cast<int>(src), static_cast<int>(dst)};
+}
+
+// A thread owns one unit (sizeof(Unit) bytes) of every block of one array at a time and makes the moves with it; rows
+// of the grid (blockIdx.y) share out the moves that are free of conflicts.
+template <class Unit, int kPairs>
+__global__ void __launch_bounds__(kThreads) transfer_kernel(const __grid_constant__ TransferParams<kPairs> p) {
+  ptx::pdl_launch_dependents();
+  ptx::pdl_wait();
+  const BlockPlan::Move* moves = p.plan ? p.plan->free : p.pairs;
+  const int num_moves = p.plan ? p.plan->num_free : p.num_pairs;
+
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < p.units * p.num_arrays;
+       i += int64_t{gridDim.x} * kThreads) {
+    const int64_t array = i / p.units, byte = i % p.units * sizeof(Unit);
+    const char* src = p.src[array] + offset_in_block(p.src_shape, byte);
+    char* dst = p.dst[array] + offset_in_block(p.dst_shape, byte);
+
+    if (p.plan && blockIdx.y == 0) {
+      Unit aside = {};
+      for (int k = 0; k < p.plan->num_ordered; ++k) {
+        const BlockPlan::Move move = p.plan->ordered[k];
+        const Unit unit = move.src < 0 ? aside : *reinterpret_cast<const Unit*>(src + move.src * p.src_block_stride);
+        if (move.dst < 0)
+          aside = unit;
+        else
+          *reinterpret_cast<Unit*>(dst + move.dst * p.dst_block_stride) = unit;
+      }
+    }
+    for (int first = blockIdx.y * kTransferBatch; first < num_moves; first += gridDim.y * kTransferBatch) {
+      Unit units[kTransferBatch];
+      int to[kTransferBatch];
+#pragma unroll
+      for (int k = 0; k < kTransferBatch; ++k) {
+        to[k] = -1;
+        if (first + k >= num_moves) continue;
+        const BlockPlan::Move move = p.device_pairs ? checked_pair(p, first + k) : moves[first + k];
+        if (move.src < 0) continue;
+        to[k] = move.dst;
+        units[k] = *reinterpret_cast<const Unit*>(src + move.src * p.src_block_stride);
+      }
+#pragma unroll
+      for (int k = 0; k < kTransferBatch; ++k)
+        if (to[k] >= 0) *reinterpret_cast<Unit*>(dst + to[k] * p.dst_block_stride) = units[k];
+    }
+  }
+}
+
+bool same_shape(const BlockArray& a, const BlockArray& b) {
+  return a.block_stride == b.block_stride && a.shape.row_bytes == b.shape.row_bytes &&
+         std::equal(a.shape.sizes, a.shape.sizes + 3, b.shape.sizes) &&
+         std::equal(a.shape.strides, a.shape.strides + 3, b.shape.strides);
+}
+
+// The lowest bit set here divides every address and stride of the array.
+uint64_t alignment_bits(const BlockArray& a) {
+  uint64_t bits = reinterpret_cast<uintptr_t>(a.data) | a.block_stride | a.shape.row_bytes;
+  for (int i = 0; i < 3; ++i)
+    if (a.shape.sizes[i] > 1) bits |= a.shape.strides[i];
+  return bits;
+}
+
+template <class Unit, int kPairs>
+void launch(TransferParams<kPairs>& p, int max_ctas, cudaStream_t stream) {
+  p.units = p.src_shape.bytes() / sizeof(Unit);
+  const int limit = max_ctas > 0 ? max_ctas : 16 * current_device().sm_count;
+  const int64_t columns = (p.units * p.num_arrays + kThreads - 1) / kThreads;
+  const int64_t batches = (p.num_pairs + kTransferBatch - 1) / kTransferBatch;
+  const int64_t x = max_ctas > 0 ? std::min<int64_t>(columns, limit) : std::min<int64_t>(columns, INT32_MAX);
+  const int64_t y = std::min<int64_t>({std::max<int64_t>(limit / x, 1), batches, 65535});
+  launch_pdl(transfer_kernel<Unit, kPairs>, dim3(x, y), dim3(kThreads), stream, p);
+}
+
+template <int kPairs>
+void launch_arrays(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const TransferPairs& pairs,
+                   int64_t first_pair, int max_ctas, cudaStream_t stream) {
+  TransferParams<kPairs> p;
+  p.device_pairs = pairs.device;
+  p.plan = pairs.plan;
+  p.num_pairs = static_cast<int>(std::min<int64_t>(pairs.count - first_pair, pairs.host ? kPairs : INT32_MAX));
+  for (int i = 0; pairs.host && i < p.num_pairs; ++i) {
+    const int64_t* pair = pairs.host + 2 * (first_pair + i);
+    p.pairs[i] = {static_cast<int>(pair[0]), static_cast<int>(pair[1])};
+  }
+  // One launch takes up to kMaxArrays arrays of one shape: commonly all of them.
+  std::vector<bool> done(src.size());
+  for (size_t begin = 0; begin < src.size(); ++begin) {
+    if (done[begin] || src[begin].shape.bytes() == 0) continue;
+    p.num_arrays = 0;
+    uint64_t bits = 0;
+    for (size_t i = begin; i < src.size() && p.num_arrays < kMaxArrays; ++i) {
+      if (done[i] || !same_shape(src[i], src[begin]) || !same_shape(dst[i], dst[begin])) continue;
+      done[i] = true;
+      bits |= alignment_bits(src[i]) | alignment_bits(dst[i]);
+      p.src[p.num_arrays] = static_cast<const char*>(src[i].data);
+      p.dst[p.num_arrays++] = static_cast<char*>(dst[i].data);
+    }
+    p.src_block_stride = src[begin].block_stride;
+    p.dst_block_stride = dst[begin].block_stride;
+    p.num_src_blocks = src[begin].num_blocks;
+    p.num_dst_blocks = dst[begin].num_blocks;
+    p.src_shape = src[begin].shape;
+    p.dst_shape = dst[begin].shape;
+    if (bits % 16 == 0)
+      launch<uint4>(p, max_ctas, stream);
+    else if (bits % 4 == 0)
+      launch<uint32_t>(p, max_ctas, stream);
+    else
+      launch<uint8_t>(p, max_ctas, stream);
+  }
+}
+
+}  // namespace
+
+void launch_transfer(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const TransferPairs& pairs,
+                     int max_ctas, cudaStream_t stream) {
+  if (!pairs.host || pairs.count <= kFewPairs)
+    launch_arrays<kFewPairs>(src, dst, pairs, 0, max_ctas, stream);
+  else
+    for (int64_t first = 0; first < pairs.count; first += kManyPairs)
+      launch_arrays<kManyPairs>(src, dst, pairs, first, max_ctas, stream);
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,170 @@
+// gather_kv: the tokens of paged sequences, packed one after another.
+#include <algorithm>
+
+#include "convert.cuh"
+#include "launch.cuh"
+#include "launchers.h"
+
+namespace paged_attn {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMaxTile = 64;  // output tokens of a CTA
+constexpr int kTokens = 4;    // of them a thread has in flight
+
+struct Source {
+  int block, offset;  // block -1: the token is not there and becomes 0
+};
+
+// Where the tile's tokens `first .. first + count - 1` of the packed output come from: a scan over seq_lens up to the
+// end of the tile.
+__device__ void locate_tile(const GatherParams& p, int first, int count, Source* sources) {
+  __shared__ int warp_sums[kThreads / 32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x < count) sources[threadIdx.x] = {-1, 0};
+  int base = 0;
+  for (int chunk = 0; chunk < p.num_seqs && base < first + count; chunk += kThreads) {
+    const int seq = chunk + threadIdx.x;
+    const int length = seq < p.num_seqs ? max(p.seq_lens[seq * p.seq_lens_stride], 0) : 0;
+    const int start = seq < p.num_seqs && p.seq_starts ? p.seq_starts[seq * p.seq_starts_stride] : 0;
+    int end = length;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(0xffffffffu, end, step);
+      if (lane >= step) end += below;
+    }
+    if (lane == 31) warp_sums[warp] = end;
+    __syncthreads();
+    int total = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) {
+      if (w < warp) end += warp_sums[w];
+      total += warp_sums[w];
+    }
+    end += base;
+    base += total;
+    // The warp writes the rows of each of its sequences that reach into the tile, (sequence, position) for now.
+    const int low = max(end - length, first), high = min(end, first + count), shift = start - (end - length);
+    for (unsigned left = __ballot_sync(0xffffffffu, low < high); left != 0; left &= left - 1) {
+      const int from = __ffs(left) - 1;
+      const int row = __shfl_sync(0xffffffffu, low, from), stop = __shfl_sync(0xffffffffu, high, from);
+      const int to_position = __shfl_sync(0xffffffffu, shift, from);
+      for (int r = row + lane; r < stop; r += 32) sources[r - first] = {chunk + warp * 32 + from, r + to_position};
+    }
+    __syncthreads();
+  }
+  __syncthreads();
+  if (threadIdx.x < count) {
+    const Source at = sources[threadIdx.x];
+    const int column = at.offset / p.block_size;
+    int block = -1;
+    if (at.block >= 0 && at.offset >= 0 && column < p.max_blocks)
+      block = p.block_table[at.block * p.block_table_stride + column];
+    sources[threadIdx.x] = {block < p.num_blocks ? block : -1, at.offset % p.block_size};
+  }
+  __syncthreads();
+}
+
+// Eight elements of a row as they are.
+template <int kElementBytes>
+struct Plain {
+  using In = Piece<kElementBytes>;
+  static constexpr int kInBytes = kElementBytes, kOutBytes = kElementBytes;
+  static __device__ In convert(const In& in, float, DType) { return in; }
+};
+
+template <class Out>
+struct Dequantized {
+  using In = Piece<1>;
+  static constexpr int kInBytes = 1, kOutBytes = sizeof(Out);
+  static __device__ Piece<sizeof(Out)> convert(const In& in, float scale, DType dtype) {
+    float v[8];
+    dequantize(in, dtype, v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] *= scale;
+    return from_float(v, Out{});
+  }
+};
+
+__device__ __forceinline__ int64_t row_offset(const BlockStrides& s, Source at, int head) {
+  return at.block * s.block + at.offset * s.slot + head * s.head;
+}
+
+__device__ __forceinline__ float scale_at(const ScaleView& scales, Source at, int head) {
+  return scales.data ? scales.data[row_offset(scales.strides, at, head)] : 1.0f;
+}
+
+// A CTA packs `tile` tokens.  Thread (x, y) takes the x-th eight elements of every token y, y + rows, ..., K and V.
+template <class Format>
+__global__ void __launch_bounds__(kThreads)
+    gather_kernel(const __grid_constant__ GatherParams p, int tile, bool key_aligned, bool value_aligned) {
+  __shared__ Source sources[kMaxTile];
+  ptx::pdl_launch_dependents();
+  ptx::pdl_wait();
+  const int first = blockIdx.x * tile, count = min(tile, p.num_tokens - first);
+  locate_tile(p, first, count, sources);
+
+  const int pieces = p.num_kv_heads * (p.head_dim / 8);
+  const int columns = min(pieces, kThreads), rows = kThreads / columns;
+  const int y = threadIdx.x / columns;
+  if (y >= rows) return;
+  const int64_t out_stride = int64_t{pieces} * 8 * Format::kOutBytes;
+  for (int piece = threadIdx.x % columns; piece < pieces; piece += columns) {
+    const int head = piece / (p.head_dim / 8), element = piece % (p.head_dim / 8) * 8;
+    const auto* key = static_cast<const char*>(p.key_cache) + element * Format::kInBytes;
+    const auto* value = static_cast<const char*>(p.value_cache) + element * Format::kInBytes;
+    char* out_key = static_cast<char*>(p.key) + first * out_stride + int64_t{piece} * 8 * Format::kOutBytes;
+    char* out_value = static_cast<char*>(p.value) + first * out_stride + int64_t{piece} * 8 * Format::kOutBytes;
+    for (int row = y; row < count; row += rows * kTokens) {
+      typename Format::In keys[kTokens], values[kTokens];
+      float k_scales[kTokens], v_scales[kTokens];
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        keys[i] = values[i] = {};
+        k_scales[i] = v_scales[i] = 1.0f;
+        if (row + i * rows >= count) continue;
+        const Source at = sources[row + i * rows];
+        if (at.block < 0) continue;
+        keys[i] =
+            load_piece<Format::kInBytes>(key + row_offset(p.key_strides, at, head) * Format::kInBytes, key_aligned);
+        values[i] = load_piece<Format::kInBytes>(value + row_offset(p.value_strides, at, head) * Format::kInBytes,
+                                                 value_aligned);
+        if (Format::kInBytes == 1) {
+          k_scales[i] = scale_at(p.k_scale, at, head);
+          v_scales[i] = scale_at(p.v_scale, at, head);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        if (row + i * rows >= count) continue;
+        const int64_t to = (row + i * rows) * out_stride;
+        store_piece(out_key + to, Format::convert(keys[i], k_scales[i], p.cache_dtype), true);
+        store_piece(out_value + to, Format::convert(values[i], v_scales[i], p.cache_dtype), true);
+      }
+    }
+  }
+}
+
+template <class Format>
+void launch(const GatherParams& p, cudaStream_t stream) {
+  // Tiles small enough for several CTAs on every multiprocessor.
+  const int ctas = 4 * current_device().sm_count;
+  const int tile = std::clamp((p.num_tokens + ctas - 1) / ctas, 1, kMaxTile);
+  launch_pdl(gather_kernel<Format>, dim3((p.num_tokens + tile - 1) / tile), dim3(kThreads), stream, p, tile,
+             rows_aligned(p.key_cache, p.key_strides, p.cache_dtype),
+             rows_aligned(p.value_cache, p.value_strides, p.cache_dtype));
+}
+
+}  // namespace
+
+void launch_gather_kv(const GatherParams& p, cudaStream_t stream) {
+  if (p.num_tokens == 0) return;
+  if (is_quantized(p.cache_dtype))
+    dispatch_float(p.out_dtype, [&](auto tag) { launch<Dequantized<decltype(tag)>>(p, stream); });
+  else if (element_size(p.cache_dtype) == 2)
+    launch<Plain<2>>(p, stream);
+  else
+    launch<Plain<4>>(p, stream);
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,64 @@
+// Where a token's row lies in a cache, and how one group of lanes stores it: shared by write_kv and rope_write_kv.
+#pragma once
+
+#include "convert.cuh"
+
+namespace paged_attn {
+
+struct SlotPosition {
+  int64_t block;  // -1: no slot, nothing is stored
+  int64_t offset;
+};
+
+__device__ __forceinline__ SlotPosition locate_slot(const KvWriteParams& p, int token) {
+  const int64_t index = token * p.slot_stride;
+  const int64_t slot = p.slots_are_int64 ? static_cast<const int64_t*>(p.slot_mapping)[index]
+                                         : static_cast<const int32_t*>(p.slot_mapping)[index];
+  if (slot < 0 || slot >= p.num_blocks * p.block_size) return {-1, 0};
+  if (slot <= UINT32_MAX) {  // 64-bit division is several times slower
+    const uint32_t block = static_cast<uint32_t>(slot) / p.block_size;
+    return {block, static_cast<uint32_t>(slot) - block * p.block_size};
+  }
+  return {slot / p.block_size, slot % p.block_size};
+}
+
+__device__ __forceinline__ int64_t row_offset(const BlockStrides& s, const SlotPosition& at, int head) {
+  return at.block * s.block + at.offset * s.slot + head * s.head;
+}
+
+// A row of head_dim elements belongs to a group of `lanes` lanes (a power of two up to 32, inside one warp), eight
+// elements a lane; lanes at or past head_dim / 8 hold none.
+struct RowGroup {
+  int lanes, lane;
+};
+
+inline int lanes_for(int head_dim) {
+  int lanes = 1;
+  while (lanes * 8 < head_dim) lanes *= 2;
+  return lanes;
+}
+
+// Quantises a lane's eight elements v of a row and stores them.  All lanes of the warp call it together.
+__device__ __forceinline__ void store_quantized(const float (&v)[8], RowGroup group, bool active, uint8_t* cache,
+                                                const BlockStrides& strides, bool aligned, const ScaleView& scales,
+                                                const SlotPosition& at, int head, DType dtype) {
+  float scale = 1.0f;
+  if (scales.per_token()) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) largest = fmaxf(largest, active && fabsf(v[i]) < INFINITY ? fabsf(v[i]) : 0.0f);
+    for (int step = group.lanes / 2; step > 0; step /= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    if (largest > 0.0f) scale = largest / largest_finite(dtype);
+    if (at.block >= 0 && group.lane == 0) scales.data[row_offset(scales.strides, at, head)] = scale;
+  } else if (scales.data != nullptr) {
+    scale = scales.data[head * scales.strides.head];
+  }
+  if (at.block < 0 || !active) return;
+  float scaled[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) scaled[i] = v[i] / scale;
+  store_piece(cache + row_offset(strides, at, head) + group.lane * 8, quantize(scaled, dtype), aligned);
+}
+
+}  // namespace paged_attn

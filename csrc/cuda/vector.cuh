@@ -1,0 +1,79 @@
+// Rows in pieces of eight elements (16 bytes of a 2-byte type): vector accesses where the address allows them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "../params.h"
+
+namespace paged_attn {
+
+// Eight elements of kElementBytes each, as they lie in memory.
+template <int kElementBytes>
+struct alignas(kElementBytes == 1 ? 8 : 16) Piece {
+  uint32_t words[2 * kElementBytes];
+};
+
+template <int kBytes>
+struct UnsignedOf;
+template <>
+struct UnsignedOf<1> {
+  using type = uint8_t;
+};
+template <>
+struct UnsignedOf<2> {
+  using type = uint16_t;
+};
+template <>
+struct UnsignedOf<4> {
+  using type = uint32_t;
+};
+
+// `aligned`: p is a multiple of the alignment of the piece.
+template <int kElementBytes>
+__device__ __forceinline__ Piece<kElementBytes> load_piece(const void* p, bool aligned) {
+  using Element = typename UnsignedOf<kElementBytes>::type;
+  constexpr int kPerWord = 4 / kElementBytes;
+  Piece<kElementBytes> piece;
+  if (aligned) {
+    piece = *static_cast<const Piece<kElementBytes>*>(p);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t element = static_cast<const Element*>(p)[i];
+      if (i % kPerWord == 0)
+        piece.words[i / kPerWord] = element;
+      else
+        piece.words[i / kPerWord] |= element << (i % kPerWord * kElementBytes * 8);
+    }
+  }
+  return piece;
+}
+
+template <int kElementBytes>
+__device__ __forceinline__ void store_piece(void* p, const Piece<kElementBytes>& piece, bool aligned) {
+  using Element = typename UnsignedOf<kElementBytes>::type;
+  constexpr int kPerWord = 4 / kElementBytes;
+  if (aligned) {
+    *static_cast<Piece<kElementBytes>*>(p) = piece;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      static_cast<Element*>(p)[i] =
+          static_cast<Element>(piece.words[i / kPerWord] >> (i % kPerWord * kElementBytes * 8));
+  }
+}
+
+inline bool is_aligned(const void* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+
+// Whether every row begins at a multiple of the alignment of a piece of its type.
+inline bool rows_aligned(const void* p, TokenStrides s, DType dtype) {
+  const int size = element_size(dtype), bytes = size == 1 ? 8 : 16;
+  return is_aligned(p, bytes) && s.token * size % bytes == 0 && s.head * size % bytes == 0;
+}
+inline bool rows_aligned(const void* p, BlockStrides s, DType dtype) {
+  return rows_aligned(p, TokenStrides{s.block, s.head}, dtype) && rows_aligned(p, TokenStrides{s.slot, s.head}, dtype);
+}
+
+}  // namespace paged_attn
