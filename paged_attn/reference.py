@@ -331,7 +331,8 @@ def _write_row(row: Tensor, cache: Tensor, block: int, offset: int, scale: Tenso
 def _row_scale(row: Tensor, dtype: torch.dtype) -> Tensor:
     """Scale ``[Hkv]`` that maps each head's largest finite magnitude to the largest number of ``dtype``."""
     largest = torch.where(row.isfinite(), row.abs(), 0.0).amax(dim=-1)
-    return torch.where(largest > 0, largest / QUANTISED_MAX[dtype], 1.0)
+    scale = largest / QUANTISED_MAX[dtype]
+    return torch.where(scale > 0, scale, 1.0)
 
 
 def _quantise(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -43,7 +43,12 @@ std::vector<Sequence> checked_sequences(const AttentionParams& p) {
       refuse("seq_lens[", i, "]: expected 0 .. ", capacity, " (what a row of block_table holds), got ", length);
     seqs[i] = {start(i), start(i + 1) - start(i), length};
     if (seqs[i].num_queries == 0) continue;
-    const QueryTile all{i, 0, seqs[i].first_token, seqs[i].num_queries, length, 0,
+    const QueryTile all{i,
+                        0,
+                        seqs[i].first_token,
+                        seqs[i].num_queries,
+                        length,
+                        0,
                         seqs[i].num_queries * (p.num_heads / p.num_kv_heads)};
     const KeyRange keys = visible_keys(p, all);
     if (keys.begin >= keys.end) continue;
@@ -114,8 +119,7 @@ Plan make_plan(const AttentionParams& p, const std::vector<Sequence>& seqs, int 
       plan.partial_floats += partial_floats(tile.num_rows, p.head_dim);
     }
   }
-  std::stable_sort(plan.items.begin(), plan.items.end(),
-                   [](const Item& a, const Item& b) { return a.cost > b.cost; });
+  std::stable_sort(plan.items.begin(), plan.items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
   return plan;
 }
 

@@ -57,9 +57,7 @@ struct Partial {
   float* acc;  // [rows, padded head_dim]
 };
 constexpr int padded(int count) { return (count + kMaxLanes - 1) / kMaxLanes * kMaxLanes; }
-inline int64_t partial_floats(int rows, int head_dim) {
-  return int64_t{rows} * padded(head_dim) + padded(2 * rows);
-}
+inline int64_t partial_floats(int rows, int head_dim) { return int64_t{rows} * padded(head_dim) + padded(2 * rows); }
 inline Partial partial_at(float* data, int rows, int head_dim) {
   float* max = data + int64_t{rows} * padded(head_dim);
   return {max, max + rows, data};

@@ -246,8 +246,7 @@ class TileKernel {
   }
 
   KeyRange row_keys(int row, int first) const {
-    const KeyRange keys =
-        visible_keys(p_, (tile_.first_row + row) / group_, tile_.num_queries, tile_.seq_len);
+    const KeyRange keys = visible_keys(p_, (tile_.first_row + row) / group_, tile_.num_queries, tile_.seq_len);
     return {std::max(keys.begin - first, 0), std::min(keys.end - first, kTileKeys)};
   }
 
@@ -257,8 +256,7 @@ class TileKernel {
     for (int i = 0; i < kRows; ++i) {
       keys[i] = row_keys(r + i, first);
       common = {std::max(common.begin, keys[i].begin), std::min(common.end, keys[i].end)};
-      if (keys[i].begin < keys[i].end)
-        any = {std::min(any.begin, keys[i].begin), std::max(any.end, keys[i].end)};
+      if (keys[i].begin < keys[i].end) any = {std::min(any.begin, keys[i].begin), std::max(any.end, keys[i].end)};
     }
     if (any.begin >= any.end) return;
     score_strip<kRows>(query_ + r * stride_, keys_, scores_, p_.head_dim);
@@ -286,8 +284,7 @@ class TileKernel {
     const int query_row = tile_.first_row + row;
     const Vec lanes = lane_numbers();
     Vec s[kVecs], high = splat(-kInfinity);
-    const float slope =
-        p_.alibi_slopes == nullptr ? 0.f : p_.alibi_slopes[tile_.kv_head * group_ + query_row % group_];
+    const float slope = p_.alibi_slopes == nullptr ? 0.f : p_.alibi_slopes[tile_.kv_head * group_ + query_row % group_];
     const float distance = float(first - (tile_.seq_len - tile_.num_queries + query_row / group_));
     for (int v = 0; v < kVecs; ++v) {
       s[v] = load(scores + v * kLanes) * p_.scale;
@@ -325,11 +322,11 @@ class TileKernel {
   const AttentionParams& p_;
   const QueryTile& tile_;
   const int group_, stride_;
-  KeyRange range_;  // keys that any row sees
-  float* query_;    // [rows, stride]
-  float* keys_;     // [stride, kTileKeys]
-  float* values_;   // [kTileKeys, stride]
-  float* scores_;   // [kStripRows, kTileKeys]
+  KeyRange range_;                     // keys that any row sees
+  float* query_;                       // [rows, stride]
+  float* keys_;                        // [stride, kTileKeys]
+  float* values_;                      // [kTileKeys, stride]
+  float* scores_;                      // [kStripRows, kTileKeys]
   float *key_scales_, *value_scales_;  // [kTileKeys]
   Partial part_, total_;
 };
@@ -348,8 +345,7 @@ inline void finish(const AttentionParams& p, const QueryTile& tile, float* parti
   const int64_t step = partial_floats(tile.num_rows, p.head_dim);
   const Partial total = partial_at(partials, tile.num_rows, p.head_dim);
   for (int i = 1; i < num_splits; ++i) {
-    merge_partial(total, partial_at(partials + i * step, tile.num_rows, p.head_dim), tile.num_rows,
-                  padded(p.head_dim));
+    merge_partial(total, partial_at(partials + i * step, tile.num_rows, p.head_dim), tile.num_rows, padded(p.head_dim));
   }
   for (int r = 0; r < tile.num_rows; ++r) write_row(p, tile, r, total);
 }

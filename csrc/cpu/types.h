@@ -70,8 +70,8 @@ inline uint32_t round_magnitude(float x) {
   const float spacing_anchor = bits_float(uint32_t(127 + 24 - kBias - kMantissa) << 23);
   const uint32_t subnormal = float_bits(magnitude + spacing_anchor) - float_bits(spacing_anchor);
   const uint32_t u = float_bits(magnitude);
-  const uint32_t normal = ((u + (1u << (kShift - 1)) - 1 + (u >> kShift & 1)) >> kShift) -
-                          (uint32_t(127 - kBias) << kMantissa);
+  const uint32_t normal =
+      ((u + (1u << (kShift - 1)) - 1 + (u >> kShift & 1)) >> kShift) - (uint32_t(127 - kBias) << kMantissa);
   return u < uint32_t(128 - kBias) << 23 ? subnormal : normal;
 }
 
