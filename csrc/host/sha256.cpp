@@ -26,9 +26,7 @@ constexpr uint32_t rotate_right(uint32_t x, int n) { return (x >> n) | (x << (32
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "words are swapped from little endian");
 
-constexpr uint32_t swap_bytes(uint32_t x) {
-  return x >> 24 | (x >> 8 & 0xff00) | (x << 8 & 0xff0000) | x << 24;
-}
+constexpr uint32_t swap_bytes(uint32_t x) { return x >> 24 | (x >> 8 & 0xff00) | (x << 8 & 0xff0000) | x << 24; }
 
 uint32_t load_big_endian(const uint8_t* p) {
   uint32_t x;
@@ -169,8 +167,6 @@ Digest Sha256::finish(const uint8_t* tail, size_t size, uint64_t total_size) {
   return digest;
 }
 
-Digest sha256(const void* data, size_t size) {
-  return Sha256().finish(static_cast<const uint8_t*>(data), size, size);
-}
+Digest sha256(const void* data, size_t size) { return Sha256().finish(static_cast<const uint8_t*>(data), size, size); }
 
 }  // namespace paged_attn::host

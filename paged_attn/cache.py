@@ -1,0 +1,520 @@
+"""The paged KV cache: a pool of blocks, the sequences that hold them, and what they share."""
+
+from __future__ import annotations
+
+import enum
+import math
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import _host, capacity
+from ._host import OutOfBlocks
+from .ops import copy_blocks, swap_blocks
+
+__all__ = ["Admission", "Batch", "CacheCorrupted", "CacheStats", "OutOfBlocks", "PagedKVCache", "Pin"]
+
+TokenIds = Sequence[int] | np.ndarray | Tensor
+
+
+class Admission(enum.Enum):
+    """Whether a prompt can be added: now, when others free blocks, or never in this pool."""
+
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
+
+
+class CacheCorrupted(RuntimeError):
+    """An invariant of the cache is broken; the message names the first one."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors of a step, on the cache's device, in the order of ``seq_ids``.
+
+    Attributes:
+        block_table: int32 ``[num_seqs, max_blocks]``; -1 where there is no block.
+        seq_lens: int32 ``[num_seqs]``: tokens with K/V once the step has run.
+        cu_seqlens_q: int32 ``[num_seqs + 1]``: prefix sums of the query lengths.
+        slot_mapping: int64 ``[num_tokens]``: where the K/V of each query token go.
+        positions: int64 ``[num_tokens]``: position of each query token in its sequence.
+        max_seqlen_q: the largest query length.
+        copies: ``[num_copies, 2]`` int64 array: blocks that were copied for this step (copy-on-write), from and to.
+    """
+
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    slot_mapping: Tensor
+    positions: Tensor
+    max_seqlen_q: int
+    copies: np.ndarray
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Counts of blocks unless said otherwise.
+
+    Attributes:
+        blocks_total, blocks_used, blocks_free: cached blocks that nobody holds are free.
+        blocks_cached: findable by their content, held or not.
+        blocks_shared: held more than once (by sequences and pins).
+        tokens: with K/V in this pool, summed over the sequences.
+        waste: reserved but empty slots over reserved slots, in [0, 1].
+        prefix_hit_rate: prompt tokens found cached over prompt tokens added, in [0, 1].
+        copies, evictions, swaps: blocks copied on write, evicted from the prefix cache, moved to or from the host.
+        host_blocks_total, host_blocks_used: host blocks for swapped sequences.
+    """
+
+    blocks_total: int
+    blocks_used: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_shared: int
+    tokens: int
+    waste: float
+    prefix_hit_rate: float
+    copies: int
+    evictions: int
+    swaps: int
+    host_blocks_total: int
+    host_blocks_used: int
+
+
+class Pin(NamedTuple):
+    """Cached blocks kept from eviction until ``unpin``."""
+
+    id: int
+    num_tokens: int
+
+
+_ADMISSION = (Admission.OK, Admission.LATER, Admission.NEVER)
+_NO_COPIES = np.empty((0, 2), dtype=np.int64)
+
+
+class PagedKVCache:
+    """Keys and values of many sequences in blocks of ``block_size`` tokens, shared where sequences share a prefix.
+
+    A step: ``prepare`` makes room and returns the tensors that :func:`~paged_attn.write_kv` and
+    :func:`~paged_attn.paged_attention` take; after the model ran, ``commit`` counts the tokens.
+
+    Every call either happens or raises with nothing changed. K/V are moved on the current stream of the device, so use
+    the cache on one stream, or order the streams. One thread schedules (every call that changes something); ``stats``,
+    ``describe``, ``length`` and the other readers may run in others at any time and see the state before or after a
+    call, never one in between.
+
+    Args:
+        num_layers, num_blocks, num_kv_heads, head_dim: the pool holds ``num_blocks * block_size`` tokens of each layer.
+        block_size: token slots in a block.
+        dtype: float16, bfloat16 or float32, of the model.
+        kv_dtype: None to store ``dtype``; float8_e4m3fn, float8_e5m2 or int8 to quantise.
+        kv_scale: of a quantised cache: "tensor" (one scale a layer), "head", or "token_head" (a scale a token and head).
+        device: default: torch's default device.
+        layout: of the storage, "HND" (a head's tokens are contiguous in a block) or "NHD". ``layer`` hides it.
+        num_host_blocks: blocks in (pinned) host memory for ``preempt(seq_id, "swap")``.
+        enable_prefix_caching: find prompts' prefixes among the blocks that are in the pool.
+        watermark: share of the blocks that ``add`` leaves free for sequences that grow.
+        partial_match: beyond whole blocks, copy the longest common part of the next block instead of computing it.
+        events: keep a log of what happens to blocks, see ``events``.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
+        kv_scale: str = "tensor",
+        device: torch.device | str | None = None,
+        layout: str = "HND",
+        num_host_blocks: int = 0,
+        enable_prefix_caching: bool = True,
+        watermark: float = 0.01,
+        partial_match: bool = False,
+        events: bool = False,
+    ) -> None:
+        capacity.check_config(num_layers, num_kv_heads, head_dim, block_size, dtype, kv_dtype, kv_scale)
+        capacity.check_count("num_blocks", num_blocks, 1)
+        capacity.check_count("num_host_blocks", num_host_blocks, 0)
+        if layout not in ("HND", "NHD"):
+            raise ValueError(f'layout: expected "HND" or "NHD", got {layout!r}')
+        if not 0 <= watermark < 1:
+            raise ValueError(f"watermark: expected a share in [0, 1), got {watermark}")
+        self.num_layers, self.num_blocks, self.num_kv_heads, self.head_dim = (
+            num_layers,
+            num_blocks,
+            num_kv_heads,
+            head_dim,
+        )
+        self.block_size, self.dtype, self.kv_dtype, self.kv_scale = block_size, dtype, kv_dtype, kv_scale
+        self.device = torch.empty(0, device=device).device
+        self.layout, self.num_host_blocks, self.enable_prefix_caching = layout, num_host_blocks, enable_prefix_caching
+
+        self._storage, self._scales = self._allocate(num_blocks, self.device, pinned=False)
+        on_gpu = self.device.type == "cuda"
+        self._host_storage, self._host_scales = self._allocate(num_host_blocks, torch.device("cpu"), pinned=on_gpu)
+        self._device_arrays = self._block_arrays(self._storage, self._scales)
+        self._host_arrays = self._block_arrays(self._host_storage, self._host_scales)
+        self._staging = None
+        if on_gpu:
+            from ._staging import Staging
+
+            self._staging = Staging(self.device)
+
+        self._manager = _host.BlockManager(
+            num_blocks,
+            block_size,
+            num_host_blocks,
+            math.floor(watermark * num_blocks),
+            enable_prefix_caching,
+            partial_match,
+            events,
+        )
+        self._handles: dict[Hashable, int] = {}
+        self._names: dict[int, Hashable] = {}  # serial number -> sequence id, kept for the event log
+        self._logs_events = events
+        self._lock = threading.RLock()
+
+    # ---- storage
+
+    def _allocate(self, num_blocks: int, device: torch.device, pinned: bool) -> tuple[Tensor, Tensor | None]:
+        """K and V of every layer, logically ``[2 * num_layers, num_blocks, block_size, num_kv_heads, head_dim]``."""
+        inner = (self.block_size, self.num_kv_heads) if self.layout == "NHD" else (self.num_kv_heads, self.block_size)
+        shape = (2 * self.num_layers, num_blocks, *inner, self.head_dim)
+        storage = torch.zeros(shape, dtype=self.kv_dtype or self.dtype, device=device, pin_memory=pinned)
+        if self.layout == "HND":
+            storage = storage.transpose(2, 3)
+        if self.kv_dtype is None:
+            return storage, None
+        scale_shape = {
+            "tensor": (1,),
+            "head": (self.num_kv_heads,),
+            "token_head": (num_blocks, self.block_size, self.num_kv_heads),
+        }[self.kv_scale]
+        return storage, torch.ones((2 * self.num_layers, *scale_shape), device=device, pin_memory=pinned)
+
+    def _block_arrays(self, storage: Tensor, scales: Tensor | None) -> list[Tensor]:
+        """Everything that belongs to a block, as tensors with the block first."""
+        per_token = scales is not None and self.kv_scale == "token_head"
+        return [*storage.unbind(0), *(scales.unbind(0) if per_token else ())]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Key and value cache of a layer, ``[num_blocks, block_size, num_kv_heads, head_dim]`` each, views."""
+        index = self._layer_index(index)
+        return self._storage[2 * index], self._storage[2 * index + 1]
+
+    def scales(self, index: int) -> tuple[Tensor, Tensor]:
+        """Float32 scales of a quantised layer's keys and values, views: 1 at first.
+
+        Shape by ``kv_scale``: ``[1]``, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``.
+        """
+        if self._scales is None:
+            raise ValueError("scales: this cache is not quantised (kv_dtype=None)")
+        index = self._layer_index(index)
+        return self._scales[2 * index], self._scales[2 * index + 1]
+
+    def _layer_index(self, index: int) -> int:
+        if not -self.num_layers <= index < self.num_layers:
+            raise IndexError(f"index: expected a layer from 0 to {self.num_layers - 1}, got {index}")
+        return index % self.num_layers
+
+    bytes_per_block = staticmethod(capacity.bytes_per_block)
+
+    @classmethod
+    def from_budget(
+        cls, bytes_or_fraction: int | float, num_layers: int, num_kv_heads: int, head_dim: int, **options: Any
+    ) -> PagedKVCache:
+        """A cache of as many blocks as a budget holds.
+
+        Args:
+            bytes_or_fraction: an int is bytes; a float in (0, 1] is a share of the device's free memory.
+            num_layers, num_kv_heads, head_dim, options: as for the constructor, without ``num_blocks``.
+
+        Raises:
+            ValueError: no block fits.
+        """
+        num_blocks = capacity.blocks_in_budget(bytes_or_fraction, num_layers, num_kv_heads, head_dim, **options)
+        return cls(num_layers, num_blocks, num_kv_heads, head_dim, **options)
+
+    @contextmanager
+    def _moving_blocks(self) -> Iterator[None]:
+        """K/V are moved for a plan of the manager, which is dropped if that fails."""
+        try:
+            yield
+        except BaseException:
+            self._manager.drop_plan()
+            raise
+
+    # ---- sequences
+
+    def can_add(self, token_ids: TokenIds, salt: str | None = None) -> Admission:
+        """Whether ``add`` would find room for this prompt."""
+        with self._lock:
+            return _ADMISSION[self._manager.can_add(token_ids, salt)]
+
+    def add(self, seq_id: Hashable, token_ids: TokenIds, salt: str | None = None) -> int:
+        """Register a sequence and reserve blocks for its prompt, cached ones first.
+
+        Args:
+            seq_id: any name that is not in use.
+            token_ids: the prompt, at least one token, ids from 0 to 2**31 - 1.
+            salt: sequences share blocks only with those of an equal salt; None differs from every string.
+
+        Returns:
+            How many leading tokens already have K/V: at most ``len(token_ids) - 1``, the last token is always run.
+
+        Raises:
+            OutOfBlocks: too few blocks are free.
+            ValueError: ``seq_id`` is in use, or the prompt is empty or no ids.
+        """
+        with self._lock:
+            if seq_id in self._handles:
+                raise ValueError(f"seq_id: {seq_id!r} is already in the cache")
+            result, copies = self._manager.add(token_ids, salt)
+            if result is None:
+                with self._moving_blocks():
+                    copy_blocks(self._device_arrays, torch.from_numpy(copies))
+                result = self._manager.finish_add()
+            handle, num_computed = result
+            self._register(seq_id, handle)
+            return num_computed
+
+    def _register(self, seq_id: Hashable, handle: int) -> None:
+        self._handles[seq_id] = handle
+        if self._logs_events:
+            self._names[self._manager.serial(handle)] = seq_id
+
+    def prepare(self, seq_ids: Sequence[Hashable], query_lens: Sequence[int]) -> Batch:
+        """Make room for the next tokens of each sequence and return the tensors of the step.
+
+        Blocks that others hold too are copied before they are written. The sequences do not advance: ``prepare`` may
+        be repeated, and fewer tokens than prepared may be committed.
+
+        Args:
+            seq_ids: sequences of the batch, each once.
+            query_lens: how many tokens of each run in this step: the uncomputed prompt first, then new ones.
+
+        Raises:
+            OutOfBlocks: too few blocks are free for all of them.
+            KeyError: an unknown sequence.
+        """
+        with self._lock:
+            manager, staging = self._manager, self._staging
+            buffer = staging.array() if staging else None
+            step, copies, num_tokens, width, num_bytes, max_seqlen_q = manager.prepare(
+                self._handles, seq_ids, query_lens, buffer
+            )
+            if step is None:
+                with self._moving_blocks():
+                    if copies is not None:
+                        copy_blocks(self._device_arrays, torch.from_numpy(copies))
+                    if staging:
+                        buffer = staging.array(num_bytes)
+                step = manager.finish_prepare(buffer)
+            flat = staging.upload(num_bytes) if staging else torch.from_numpy(step)
+        num_seqs = len(seq_ids)
+        ints = flat.view(torch.int32)[4 * num_tokens :]
+        table_size = num_seqs * width
+        return Batch(
+            block_table=ints[:table_size].view(num_seqs, width),
+            seq_lens=ints[table_size : table_size + num_seqs],
+            cu_seqlens_q=ints[table_size + num_seqs : table_size + 2 * num_seqs + 1],
+            slot_mapping=flat[:num_tokens],
+            positions=flat[num_tokens : 2 * num_tokens],
+            max_seqlen_q=max_seqlen_q,
+            copies=_NO_COPIES if copies is None else copies,
+        )
+
+    def commit(self, seq_id: Hashable, token_ids: TokenIds) -> None:
+        """Count the next tokens of a sequence: their K/V is written and final. Blocks they fill become findable.
+
+        Raises:
+            ValueError: tokens that differ from the registered prompt, or more than ``prepare`` made room for.
+        """
+        with self._lock:
+            self._manager.commit(self._handles[seq_id], token_ids)
+
+    def commit_batch(
+        self, seq_ids: Sequence[Hashable], token_ids: TokenIds, counts: Sequence[int] | None = None
+    ) -> None:
+        """``commit`` for a batch at once: ``counts[i]`` tokens of sequence i (default one), concatenated."""
+        with self._lock:
+            self._manager.commit_batch(self._handles, seq_ids, token_ids, counts)
+
+    def rollback(self, seq_id: Hashable, num_tokens: int) -> None:
+        """Drop the newest committed tokens, and the blocks that held only them.
+
+        Blocks that this changes and nobody else holds are no longer findable. A prompt that is not computed to its end
+        stays registered whole; otherwise other tokens may follow.
+        """
+        with self._lock:
+            self._manager.rollback(self._handles[seq_id], num_tokens)
+
+    def fork(self, seq_id: Hashable, new_seq_ids: Sequence[Hashable]) -> None:
+        """New sequences that share every block of ``seq_id``; whoever first writes a shared block gets a copy."""
+        with self._lock:
+            handle = self._handles[seq_id]
+            new_seq_ids = list(new_seq_ids)
+            taken = [new for new in new_seq_ids if new in self._handles]
+            if taken or len(set(new_seq_ids)) < len(new_seq_ids):
+                raise ValueError(f"new_seq_ids: expected unused names, each once, got {new_seq_ids}")
+            for new, new_handle in zip(new_seq_ids, self._manager.fork(handle, len(new_seq_ids))):
+                self._register(new, new_handle)
+
+    def free(self, seq_id: Hashable) -> None:
+        """Release a sequence in any state. Its full blocks stay findable until their memory is wanted."""
+        with self._lock:
+            self._manager.free(self._handles[seq_id])
+            del self._handles[seq_id]
+
+    def release_before(self, seq_id: Hashable, position: int) -> None:
+        """Give back the blocks wholly before ``position``, which a sliding window no longer sees.
+
+        The block table keeps its shape. ``position`` goes up to ``length(seq_id)``.
+        """
+        with self._lock:
+            self._manager.release_before(self._handles[seq_id], position)
+
+    # ---- preemption
+
+    def preempt(self, seq_id: Hashable, mode: str, *, fallback: str | None = None) -> str:
+        """Take a sequence's device blocks from it until ``resume``.
+
+        Args:
+            mode: "swap" moves its K/V to host blocks, those it shares with other swapped sequences once. "recompute"
+                gives the blocks up.
+            fallback: "recompute" to do that where the host blocks do not suffice for "swap".
+
+        Returns:
+            The mode that was used.
+
+        Raises:
+            OutOfBlocks: too few host blocks are free and no fallback was asked for.
+        """
+        if mode not in ("swap", "recompute"):
+            raise ValueError(f'mode: expected "swap" or "recompute", got {mode!r}')
+        if fallback not in (None, "recompute"):
+            raise ValueError(f'fallback: expected "recompute" or None, got {fallback!r}')
+        with self._lock:
+            handle = self._handles[seq_id]
+            if mode == "swap":
+                try:
+                    mapping = self._manager.begin_swap_out(handle)
+                except OutOfBlocks:
+                    if fallback is None:
+                        raise
+                    mode = fallback
+            if mode == "recompute":
+                self._manager.drop(handle)
+                return mode
+            with self._moving_blocks():
+                if len(mapping):
+                    swap_blocks(self._device_arrays, self._host_arrays, torch.from_numpy(mapping))
+            self._manager.finish_swap_out()
+            return mode
+
+    def resume(self, seq_id: Hashable) -> int:
+        """Bring a preempted sequence back.
+
+        Returns:
+            How many tokens, of those that had K/V, are to be run again: 0 after a swap.
+
+        Raises:
+            OutOfBlocks: too few blocks are free.
+            ValueError: the sequence is not preempted.
+        """
+        with self._lock:
+            swapped, mapping = self._manager.begin_resume(self._handles[seq_id])
+            with self._moving_blocks():
+                if len(mapping) and swapped:
+                    swap_blocks(self._host_arrays, self._device_arrays, torch.from_numpy(mapping))
+                elif len(mapping):
+                    copy_blocks(self._device_arrays, torch.from_numpy(mapping))
+            return self._manager.finish_resume()
+
+    # ---- prefix cache
+
+    def pin(self, seq_or_prefix: Hashable | TokenIds, salt: str | None = None) -> Pin:
+        """Keep blocks from eviction: the full ones of a sequence, or the cached ones of a token prefix.
+
+        Args:
+            seq_or_prefix: a sequence's id, or token ids.
+            salt: of the prefix.
+        """
+        if not self.enable_prefix_caching:
+            raise ValueError("pin: needs enable_prefix_caching=True")
+        with self._lock:
+            is_id = isinstance(seq_or_prefix, Hashable) and not isinstance(seq_or_prefix, (tuple, Tensor))
+            if is_id or (isinstance(seq_or_prefix, tuple) and seq_or_prefix in self._handles):
+                return Pin(*self._manager.pin(self._handles[seq_or_prefix]))
+            return Pin(*self._manager.pin_prefix(seq_or_prefix, salt))
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin. ``KeyError`` if it has ended, by ``reset_prefix_cache`` too."""
+        with self._lock:
+            if not self._manager.unpin(pin.id):
+                raise KeyError(pin)
+
+    def reset_prefix_cache(self) -> None:
+        """Make everything computed so far unfindable, and end all pins: for changed weights."""
+        with self._lock:
+            self._manager.reset_prefix_cache()
+
+    # ---- reading
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds, cached ones included."""
+        return self._manager.num_free_blocks()
+
+    @property
+    def seq_ids(self) -> list[Hashable]:
+        """Every registered sequence, oldest first."""
+        return list(self._handles)
+
+    def length(self, seq_id: Hashable) -> int:
+        """Tokens with K/V: cached ones that were found, and committed ones. 0 after ``preempt(…, "recompute")``."""
+        return self._manager.length(self._handles[seq_id])
+
+    def block_ids(self, seq_id: Hashable) -> list[int]:
+        """Device blocks in order, reserved ones included; -1 where ``release_before`` gave one back."""
+        handle = self._handles[seq_id]
+        return [] if self._manager.state(handle) == "swapped" else self._manager.blocks(handle).tolist()
+
+    def state(self, seq_id: Hashable) -> str:
+        """ "running", "swapped" or "dropped" (preempted for recomputation)."""
+        return self._manager.state(self._handles[seq_id])
+
+    def stats(self) -> CacheStats:
+        """Numbers of the moment."""
+        counts = self._manager.stats()
+        filled, reserved = counts.pop("filled_slots"), counts.pop("reserved_slots")
+        hits, asked = counts.pop("hit_tokens"), counts.pop("prompt_tokens")
+        return CacheStats(
+            **counts,
+            waste=(reserved - filled) / reserved if reserved else 0.0,
+            prefix_hit_rate=hits / asked if asked else 0.0,
+            host_blocks_total=self.num_host_blocks,
+        )
+
+    def check(self) -> None:
+        """Recompute every invariant (reference counts, free lists, tables, prefix index).
+
+        Raises:
+            CacheCorrupted: names the first broken one.
+        """
+        with self._lock:
+            fault = self._manager.check()
+        if fault:
+            raise CacheCorrupted(fault)

@@ -1,0 +1,100 @@
+"""How much memory the cache takes, and what fits into a given amount."""
+
+import os
+from typing import Any
+
+import torch
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+KV_SCALES = ("tensor", "head", "token_head")
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+
+
+def check_config(
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    kv_scale: str,
+) -> None:
+    """Refuse a cache configuration by the name of what is wrong in it."""
+    check_count("num_layers", num_layers, 1)
+    check_count("num_kv_heads", num_kv_heads, 1)
+    check_count("head_dim", head_dim, 1)
+    check_count("block_size", block_size, 1)
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
+    if kv_dtype is not None and kv_dtype not in QUANTISED_DTYPES:
+        raise ValueError(f"kv_dtype: expected None, float8_e4m3fn, float8_e5m2 or int8, got {kv_dtype}")
+    if kv_scale not in KV_SCALES:
+        raise ValueError(f"kv_scale: expected one of {', '.join(KV_SCALES)}, got {kv_scale!r}")
+    if kv_dtype is None and kv_scale != "tensor":
+        raise ValueError(f"kv_scale: {kv_scale!r} needs a quantised kv_dtype")
+
+
+def bytes_per_block(
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    kv_scale: str = "tensor",
+    **_same_for_all: Any,
+) -> int:
+    """Bytes of one block over all layers, K and V, scales a token included.
+
+    Takes the constructor's keywords; those that do not matter here are ignored.
+    """
+    check_config(num_layers, num_kv_heads, head_dim, block_size, dtype, kv_dtype, kv_scale)
+    row = head_dim * (kv_dtype or dtype).itemsize
+    if kv_dtype is not None and kv_scale == "token_head":
+        row += torch.float32.itemsize
+    return 2 * num_layers * block_size * num_kv_heads * row
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that an allocation on ``device`` may take: unused by any process, or held idle by torch."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def blocks_in_budget(
+    bytes_or_fraction: int | float,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> int:
+    """Blocks that fit into a number of bytes (int) or a share of the device's free memory (float in (0, 1])."""
+    if isinstance(bytes_or_fraction, bool) or not isinstance(bytes_or_fraction, (int, float)):
+        raise ValueError(f"bytes_or_fraction: expected an int or a float, got {bytes_or_fraction!r}")
+    if isinstance(bytes_or_fraction, float):
+        if not 0 < bytes_or_fraction <= 1:
+            raise ValueError(f"bytes_or_fraction: expected a share in (0, 1], got {bytes_or_fraction}")
+        free = free_memory(torch.empty(0, device=device).device)
+        budget = int(bytes_or_fraction * free)
+        what = f"{bytes_or_fraction} of {free} free bytes"
+    else:
+        budget = bytes_or_fraction
+        what = f"{budget} bytes"
+    block = bytes_per_block(num_layers, num_kv_heads, head_dim, **options)
+    if budget < block:
+        raise ValueError(f"bytes_or_fraction: no block fits, {what} against {block} bytes a block")
+    return budget // block
