@@ -115,7 +115,7 @@ class PagedKVCache:
         block_size: token slots in a block.
         dtype: float16, bfloat16 or float32, of the model.
         kv_dtype: None to store ``dtype``; float8_e4m3fn, float8_e5m2 or int8 to quantise.
-        kv_scale: of a quantised cache: "tensor" (one scale a layer), "head", or "token_head" (a scale a token and head).
+        kv_scale: of a quantised cache: one scale a layer ("tensor"), a head, or a token and head ("token_head").
         device: default: torch's default device.
         layout: of the storage, "HND" (a head's tokens are contiguous in a block) or "NHD". ``layer`` hides it.
         num_host_blocks: blocks in (pinned) host memory for ``preempt(seq_id, "swap")``.
