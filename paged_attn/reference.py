@@ -118,15 +118,21 @@ def write_kv(
     Args:
         key, value: ``[T, Hkv, D]``.
         key_cache, value_cache: ``[NB, BS, Hkv, D]``; written.
-        slot_mapping: ``[N]`` with ``N <= T``; slot ``block * BS + offset``; a slot outside the cache skips its row.
+        slot_mapping: ``[N]`` with ``N <= T``; slot ``block * BS + offset``, negative to skip the row.
         k_scale, v_scale: one element, ``[Hkv]`` or ``[NB, BS, Hkv]`` (written); only with a quantised cache.
+
+    Raises:
+        ValueError: a slot past the end, or more slots than rows; nothing has changed then.
     """
     _check_scales(key_cache, k_scale, v_scale)
     if slot_mapping.numel() > key.shape[0]:
         raise ValueError(f"slot_mapping: expected at most {key.shape[0]} slots like key, got {slot_mapping.numel()}")
     num_blocks, block_size = key_cache.shape[:2]
-    for row, slot in enumerate(slot_mapping.tolist()):
-        if not 0 <= slot < num_blocks * block_size:
+    slots = slot_mapping.tolist()
+    if max(slots, default=0) >= num_blocks * block_size:
+        raise ValueError(f"slot_mapping: expected slots below {num_blocks * block_size}, got {max(slots)}")
+    for row, slot in enumerate(slots):
+        if slot < 0:
             continue
         block, offset = divmod(slot, block_size)
         _write_row(key[row], key_cache, block, offset, k_scale)
@@ -177,6 +183,7 @@ def gather_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    total_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens ``seq_starts[i] .. seq_starts[i] + seq_lens[i] - 1`` of each sequence, packed one after another.
 
@@ -187,12 +194,14 @@ def gather_kv(
         seq_starts: ``[S]``, first token of each; 0 by default.
         k_scale, v_scale: one element, ``[Hkv]`` or ``[NB, BS, Hkv]``; only with a quantised cache.
         out_dtype: dtype of the results; by default the cache's, for a quantised cache bfloat16.
+        total_tokens: rows of the results, instead of the sum of ``seq_lens``; rows past the sum are 0, and so are
+            tokens past the row of the table.
 
     Returns:
         Keys and values, each ``[sum of seq_lens, Hkv, D]``.
 
     Raises:
-        ValueError: tokens past the row of the table.
+        ValueError: without ``total_tokens``, tokens past the row of the table.
     """
     _check_scales(key_cache, k_scale, v_scale)
     if out_dtype is None:
@@ -201,15 +210,19 @@ def gather_kv(
     lengths = seq_lens.tolist()
     starts = [0] * len(lengths) if seq_starts is None else seq_starts.tolist()
     for start, length in zip(starts, lengths, strict=True):
-        if start < 0 or length < 0 or start + length > capacity:
+        if start < 0 or length < 0 or (start + length > capacity and length > 0 and total_tokens is None):
             raise ValueError(f"seq_lens: tokens {start} to {start + length} pass the {capacity} slots of a table row")
 
     def gather(cache: Tensor, scale: Tensor | None) -> Tensor:
-        rows = [cache.new_empty(0, *cache.shape[2:], dtype=out_dtype)]
+        num_tokens = sum(lengths) if total_tokens is None else total_tokens
+        result = torch.zeros(num_tokens, *cache.shape[2:], dtype=out_dtype, device=cache.device)
+        row = 0
         for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            tokens = _read_tokens(cache, block_table[sequence], start, start + length, scale, torch.float32)
-            rows.append(tokens.to(out_dtype))
-        return torch.cat(rows)
+            end = max(start, min(start + length, capacity, start + num_tokens - row))
+            tokens = _read_tokens(cache, block_table[sequence], start, end, scale, torch.float32)
+            result[row : row + end - start] = tokens.to(out_dtype)
+            row += length
+        return result
 
     return gather(key_cache, k_scale), gather(value_cache, v_scale)
 

@@ -5,7 +5,8 @@ scattered, every slot that belongs to no token is poisoned, and unused table ent
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -256,6 +257,24 @@ def assert_close(actual: Tensor, expected: Tensor | float | Sequence[Any], *, to
     norms = actual.norm() * expected.norm()
     cosine_difference = 1 - float((actual * expected).sum() / norms) if norms > 0 else 0.0
     assert cosine_difference <= max(tolerance**2, 1e-12), f"cosine difference {cosine_difference:.3g}"
+
+
+class Refusal:
+    """Whether the call under :func:`or_refused` was refused."""
+
+    refused = False
+
+
+@contextmanager
+def or_refused(*arguments: str) -> Iterator[Refusal]:
+    """The call inside may be refused, by an error that names one of ``arguments``; any other error passes through."""
+    outcome = Refusal()
+    try:
+        yield outcome
+    except (TypeError, ValueError) as error:
+        if not any(argument in str(error) for argument in arguments):
+            raise
+        outcome.refused = True
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:

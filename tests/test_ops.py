@@ -1,0 +1,167 @@
+"""Group G, mutation: schemas, fake implementations and compilation of every registered op."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import paged_attn
+from paged_attn.testing import QUANTISED_DTYPES, assert_same_bits, make_cache, peaky_batch
+
+OPS = torch.ops.paged_attn
+
+
+def attention_arguments(device, query_lens=None, **batch_arguments):
+    """Positional arguments of the op: the tensors, then every option at its default."""
+    batch = peaky_batch([20, 5, 33], query_lens, device=device, **batch_arguments)
+    options = (batch.query.shape[-1] ** -0.5, True, 0, 0.0, None, None, batch.k_scale, batch.v_scale, False, 0, 0)
+    return (*list(vars(batch).values())[:6], *options)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("query_lens", [None, [3, 5, 33]])
+def test_opcheck_attention(device, query_lens, return_lse):
+    opcheck(OPS.paged_attention.default, (*attention_arguments(device, query_lens), return_lse))
+
+
+@pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
+def test_opcheck_quantised_attention(device, cache_dtype):
+    arguments = attention_arguments(device, dtype=torch.bfloat16, cache_dtype=cache_dtype, scale_kind="head")
+    opcheck(OPS.paged_attention.default, (*arguments, True))
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_opcheck_attention_out(device, with_lse):
+    arguments = attention_arguments(device)
+    out = torch.empty_like(arguments[0])
+    lse = out.new_empty(out.shape[:2]) if with_lse else None
+    opcheck(OPS.paged_attention.out, (*arguments, out, lse))
+
+
+@pytest.mark.parametrize("scale_kind", [None, "head", "token_head"])
+def test_opcheck_write(device, scale_kind):
+    key = torch.randn(5, 2, 64, device=device)
+    dtype = torch.float32 if scale_kind is None else torch.float8_e4m3fn
+    caches = make_cache(3, 16, 2, 64, dtype=dtype, device=device)
+    shape = {"head": (2,), "token_head": (3, 16, 2)}.get(scale_kind)
+    scales = [None if shape is None else torch.ones(shape, device=device) for _ in range(2)]
+    # opcheck compares float8 tensors by arithmetic that float8 lacks.
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    opcheck(OPS.write_kv.default, (key, key, *caches, torch.arange(5, device=device), *scales), test_utils=tests)
+
+
+@pytest.mark.parametrize("total_tokens", [None, 64])
+def test_opcheck_gather(device, total_tokens):
+    batch = peaky_batch([20, 5, 33], device=device)
+    arguments = batch.key_cache, batch.value_cache, batch.block_table, batch.seq_lens
+    opcheck(OPS.gather_kv.default, (*arguments, None, None, None, None, total_tokens))
+
+
+def test_opcheck_merge(device):
+    output, lse = torch.randn(5, 3, 64, device=device), torch.randn(5, 3, device=device)
+    opcheck(OPS.merge_attn_states.default, (output, lse, output + 1, lse + 1))
+    opcheck(
+        OPS.merge_attn_states.out,
+        (output, lse, output + 1, lse + 1, torch.empty_like(output), torch.empty_like(lse)),
+    )
+
+
+def test_opcheck_copy_and_swap(device):
+    caches = list(make_cache(4, 16, 2, 64, dtype=torch.float32, device=device))
+    host = list(make_cache(4, 16, 2, 64, dtype=torch.float32))
+    mapping = torch.tensor([[0, 2], [1, 3]])
+    opcheck(OPS.copy_blocks.default, (caches, mapping.to(device)))
+    opcheck(OPS.swap_blocks.default, (caches, host, mapping, False))
+
+
+@pytest.mark.parametrize("num_seqs", [0, 3])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_fake_shapes(num_seqs, return_lse):
+    """Meta shapes are right, also without a sequence."""
+    with torch.device("meta"):
+        query = torch.empty(num_seqs, 8, 64, dtype=torch.bfloat16)
+        caches = [torch.empty(4, 16, 2, 64, dtype=torch.bfloat16) for _ in range(2)]
+        table, lengths = torch.empty(num_seqs, 4, dtype=torch.int32), torch.empty(num_seqs, dtype=torch.int32)
+    result = paged_attn.paged_attention(query, *caches, table, lengths, return_lse=return_lse)
+    output, lse = result if return_lse else (result, None)
+    assert output.shape == (num_seqs, 8, 64)
+    assert output.dtype == torch.bfloat16
+    if return_lse:
+        assert lse.shape == (num_seqs, 8)
+        assert lse.dtype == torch.float32
+
+
+def step_twice(ops, query, key, value, key_cache, value_cache, table, lengths, slots):
+    """Write, attend, write another value to the same slot, attend."""
+    ops.write_kv(key, value, key_cache, value_cache, slots)
+    first = ops.paged_attention(query, key_cache, value_cache, table, lengths)
+    ops.write_kv(key, value + 1, key_cache, value_cache, slots)
+    second, lse = ops.paged_attention(query, key_cache, value_cache, table, lengths, return_lse=True)
+    return first, second, lse
+
+
+def step_arguments(device, cache_dtype=None):
+    batch = peaky_batch([20, 5], dtype=torch.float32, cache_dtype=cache_dtype)
+    slots = [int(row[(length - 1) // 16]) * 16 + (length - 1) % 16 for row, length in zip(batch.block_table, [20, 5])]
+    key, value = torch.randn(2, 2, 2, 64, generator=torch.Generator().manual_seed(9))
+    batch = batch.to(device)
+    caches = batch.key_cache, batch.value_cache
+    rows = key.to(device), value.to(device), *caches
+    return batch.query, *rows, batch.block_table, batch.seq_lens, torch.tensor(slots, device=device)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compile_sees_both_writes(ops, compiler):
+    eager = step_arguments(ops.device)
+    expected = step_twice(ops, *eager)
+    compiled = step_arguments(ops.device)
+    actual = torch.compile(partial(step_twice, paged_attn), fullgraph=True, backend=compiler)(*compiled)
+    assert (expected[0] != expected[1]).any()
+    for result, right in zip(actual, expected, strict=True):
+        assert_same_bits(result, right)
+    assert_same_bits(compiled[4], eager[4])
+
+
+def test_compile_the_cache_operations(ops):
+    """Copy, gather and merge in one graph."""
+
+    def run(key_cache, value_cache, table, lengths, mapping, output, lse):
+        paged_attn.copy_blocks([key_cache, value_cache], mapping)
+        keys, values = paged_attn.gather_kv(key_cache, value_cache, table, lengths, total_tokens=25)
+        return keys, values, *paged_attn.merge_attn_states(output, lse, 2 * output, lse)
+
+    def arguments():
+        batch = peaky_batch([20, 5]).to(ops.device)
+        mapping = torch.stack([batch.block_table[0, :1], batch.block_table[1, :1]], dim=1).long()
+        output = torch.ones(3, 2, 64, device=ops.device)
+        return batch.key_cache, batch.value_cache, batch.block_table, batch.seq_lens, mapping, output, output[..., 0]
+
+    actual = torch.compile(run, fullgraph=True, backend="aot_eager")(*arguments())
+    for result, right in zip(actual, run(*arguments()), strict=True):
+        assert_same_bits(result, right)
+
+
+def test_compile_with_another_batch_size(ops):
+    """A second batch size recompiles or generalises, and is right."""
+    compiled = torch.compile(paged_attn.paged_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for lengths in ([20, 5], [7, 33, 12]):
+        batch = peaky_batch(lengths, device=ops.device)
+        assert_same_bits(batch.run(compiled), batch.run(ops.paged_attention))
+
+
+def test_no_hidden_clone_of_the_cache(cuda):
+    """Peak memory of write and attend, compiled, stays far below one cache."""
+    caches = make_cache(4096, 16, 8, 128, dtype=torch.bfloat16, device=cuda)
+    rows = torch.ones(4, 8, 128, dtype=torch.bfloat16, device=cuda)
+    query = torch.ones(4, 32, 128, dtype=torch.bfloat16, device=cuda)
+    table = torch.arange(4, dtype=torch.int32, device=cuda).view(4, 1)
+    lengths, slots = torch.ones(4, dtype=torch.int32, device=cuda), 16 * torch.arange(4, device=cuda)
+    compiled = torch.compile(partial(step_twice, paged_attn), fullgraph=True, backend="aot_eager")
+    compiled(query, rows, rows, *caches, table, lengths, slots)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    compiled(query, rows, rows, *caches, table, lengths, slots)
+    cache_bytes = caches[0].numel() * caches[0].element_size()
+    assert torch.cuda.max_memory_allocated() - before < cache_bytes / 4

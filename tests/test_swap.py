@@ -1,0 +1,83 @@
+"""swap_blocks: between pools, every pair checked before anything moves."""
+
+import pytest
+import torch
+
+from paged_attn.testing import LAYOUTS, assert_same_bits, make_cache, to_device
+
+from .test_cases_cache import assert_moved, copies, layers, pair_tensor, random_bits
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8)
+
+
+def host_layers(layout, dtype, pinned, num_blocks=8, stacked=False):
+    caches = layers(layout, dtype, "cpu", num_blocks, stacked)
+    if not pinned:
+        return caches
+    return caches.pin_memory() if stacked else [cache.pin_memory() for cache in caches]
+
+
+@pytest.mark.parametrize("layouts", [("NHD", "NHD"), ("HND", "HND"), ("NHD", "HND"), ("interleaved", "NHD")])
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_out_and_back(ops, dtype, pinned, layouts):
+    """Blocks go to the host in one order and come back in another, whatever the two storage layouts."""
+    if pinned and ops.device == "cpu":
+        pytest.skip("pinned memory needs a CUDA device")
+    caches = layers(layouts[0], dtype, ops.device)
+    host = host_layers(layouts[1], dtype, pinned)
+    before, host_before = copies(caches), copies(host)
+    out_pairs, back_pairs = [(7, 0), (1, 5), (1, 2), (4, 3)], [(5, 6), (0, 0), (3, 1)]
+    ops.swap_blocks(caches, host, pair_tensor(out_pairs, "cpu"))
+    if ops.device == "cuda":
+        torch.cuda.synchronize()
+    assert_moved(host, host_before, before, out_pairs)
+    after_out = copies(host)
+    ops.swap_blocks(host, caches, pair_tensor(back_pairs, "cpu"))
+    assert_moved(caches, before, after_out, back_pairs)
+
+
+@pytest.mark.parametrize(("block_size", "head_dim"), [(1, 8), (3, 24), (128, 64)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_block_shapes(ops, layout, block_size, head_dim):
+    caches = make_cache(6, block_size, 3, head_dim, dtype=torch.bfloat16, layout=layout)
+    caches = [to_device(random_bits(cache, seed), ops.device) for seed, cache in enumerate(caches)]
+    host = make_cache(4, block_size, 3, head_dim, dtype=torch.bfloat16, layout=layout)
+    host_before, pairs = copies(host), [(5, 0), (0, 3)]
+    ops.swap_blocks(caches, host, pair_tensor(pairs, "cpu"))
+    if ops.device == "cuda":
+        torch.cuda.synchronize()
+    assert_moved(host, host_before, caches, pairs)
+
+
+@pytest.mark.parametrize("pairs", [[(8, 0)], [(0, 4)], [(-1, 0)], [(0, -1)], [(0, 1), (2, 1)], [(0, 1), (2, 2**40)]])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_bad_pairs_move_nothing(ops, stacked, pairs):
+    caches = layers("NHD", torch.float32, ops.device, stacked=stacked)
+    host = layers("NHD", torch.float32, "cpu", num_blocks=4, stacked=stacked)
+    host_before = copies(host)
+    with pytest.raises(ValueError, match="block_mapping"):
+        ops.swap_blocks(caches, host, pair_tensor(pairs, "cpu"))
+    assert_moved(host, host_before, host_before, [])
+
+
+def test_no_pairs(ops):
+    caches, host = layers("NHD", torch.float32, ops.device), layers("NHD", torch.float32, "cpu")
+    before = copies(host)
+    ops.swap_blocks(caches, host, pair_tensor([], "cpu"))
+    assert_moved(host, before, before, [])
+
+
+def check_many_blocks(ops):
+    """200 blocks in a random order."""
+    (cache, _), (host, _) = (make_cache(200, 4, 2, 32, dtype=torch.float16) for _ in range(2))
+    cache = random_bits(cache).to(ops.device)
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(5))
+    ops.swap_blocks([cache], [host], torch.stack([order, torch.arange(200)], dim=1))
+    if ops.device == "cuda":
+        torch.cuda.synchronize()
+    assert_same_bits(host, cache[order.to(ops.device)])
+
+
+def test_many_blocks(ops):
+    check_many_blocks(ops)

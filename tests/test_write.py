@@ -1,0 +1,195 @@
+"""write_kv: rows land in their slots, bit for bit or quantised within half a step."""
+
+import pytest
+import torch
+
+from paged_attn import reference
+from paged_attn.testing import (
+    FLOAT_DTYPES,
+    LAYOUTS,
+    QUANTISED_DTYPES,
+    SCALE_KINDS,
+    assert_close,
+    assert_same_bits,
+    bits,
+    make_cache,
+    to_device,
+)
+
+# Largest relative distance from a number to its rounding, and half the distance of the smallest two numbers.
+HALF_STEP = {torch.float8_e4m3fn: (2**-4, 2**-10), torch.float8_e5m2: (2**-3, 2**-17), torch.int8: (0, 0.5)}
+
+
+def rows(num_tokens, num_kv_heads, head_dim, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    key, value = (3 * torch.randn(2, num_tokens, num_kv_heads, head_dim, generator=generator)).to(dtype)
+    return key, value
+
+
+def scattered_slots(num_slots, num_tokens, seed=0):
+    """Distinct slots, every fifth one negative."""
+    slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed))[:num_tokens]
+    slots[::5] = -1 - slots[::5]
+    return slots
+
+
+def scale_tensor(kind, cache, seed=0):
+    if kind is None:
+        return None
+    sizes = {"tensor": (1,), "head": (cache.shape[2],), "token_head": tuple(cache.shape[:3])}
+    if kind == "token_head":
+        return torch.full(sizes[kind], 9.0)
+    return 0.02 + torch.rand(sizes[kind], generator=torch.Generator().manual_seed(seed))
+
+
+def write_both(ops, key, value, slots, *, dtype, block_size=16, layout="NHD", scale_kind=None, num_blocks=None):
+    """The caches and scales that the op and the reference leave behind, on the CPU."""
+    num_kv_heads, head_dim = key.shape[1:]
+    num_blocks = num_blocks or 2 * (-(-key.shape[0] // block_size)) + 1
+    results = []
+    for write, device in ((ops.write_kv, ops.device), (reference.write_kv, "cpu")):
+        caches = make_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, layout=layout)
+        caches = [to_device(cache.fill_(3), device) for cache in caches]
+        scales = [scale_tensor(scale_kind, cache, seed) for seed, cache in enumerate(caches)]
+        scales = [None if scale is None else scale.to(device) for scale in scales]
+        named = {} if scale_kind is None else {"k_scale": scales[0], "v_scale": scales[1]}
+        write(key.to(device), value.to(device), *caches, slots.to(device), **named)
+        results.append(([cache.cpu() for cache in caches], [s if s is None else s.cpu() for s in scales]))
+    return results
+
+
+def check_write(
+    ops, dtype=torch.float32, block_size=16, head_dim=64, num_kv_heads=2, layout="NHD", slots_like=torch.int64
+):
+    key, value = rows(50, num_kv_heads, head_dim, dtype)
+    num_blocks = 2 * (-(-50 // block_size)) + 1
+    slots = scattered_slots(num_blocks * block_size, 47).to(slots_like)
+    (actual, _), (expected, _) = write_both(ops, key, value, slots, dtype=dtype, block_size=block_size, layout=layout)
+    for cache, right in zip(actual, expected, strict=True):
+        assert_same_bits(cache, right)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128, 200, 256])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64, 256])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_write(ops, dtype, block_size, head_dim):
+    check_write(ops, dtype, block_size, head_dim)
+
+
+@pytest.mark.parametrize("slots_like", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 8])
+def test_write_layouts(ops, num_kv_heads, layout, slots_like):
+    check_write(ops, torch.bfloat16, num_kv_heads=num_kv_heads, layout=layout, slots_like=slots_like)
+
+
+def check_strided_slots(ops):
+    """Every second entry of a wider mapping."""
+    key, value = rows(6, 2, 64, torch.float32)
+    wide = torch.tensor([5, 99, 17, 99, -1, 99, 0, 99, 31, 99, 8, 99], device=ops.device)
+    key_cache, value_cache = make_cache(2, 16, 2, 64, dtype=torch.float32, device=ops.device)
+    ops.write_kv(key.to(ops.device), value.to(ops.device), key_cache, value_cache, wide[::2])
+    for row, slot in enumerate([5, 17, None, 0, 31, 8]):
+        if slot is not None:
+            assert_same_bits(key_cache.view(32, 2, 64)[slot], key[row])
+            assert_same_bits(value_cache.view(32, 2, 64)[slot], value[row])
+
+
+def test_strided_slots(ops):
+    check_strided_slots(ops)
+
+
+def test_many_tokens(ops):
+    key, value = rows(5000, 2, 64, torch.bfloat16)
+    slots = torch.randperm(6000, generator=torch.Generator().manual_seed(3))[:5000]
+    key_cache, value_cache = make_cache(375, 16, 2, 64, dtype=torch.bfloat16, device=ops.device)
+    ops.write_kv(key.to(ops.device), value.to(ops.device), key_cache, value_cache, slots.to(ops.device))
+    assert_same_bits(key_cache.view(6000, 2, 64)[slots.to(ops.device)], key)
+    assert_same_bits(value_cache.view(6000, 2, 64)[slots.to(ops.device)], value)
+
+
+def check_quantised_write(
+    ops, dtype, row_dtype=torch.bfloat16, scale_kind=None, layout="NHD", head_dim=64, block_size=16
+):
+    """stored x scale is within half a step of the row, and neighbours keep their bytes."""
+    key, value = rows(50, 3, head_dim, row_dtype)
+    num_blocks = 2 * (-(-50 // block_size)) + 1
+    slots = scattered_slots(num_blocks * block_size, 47)
+    (actual, scales), (expected, expected_scales) = write_both(
+        ops, key, value, slots, dtype=dtype, layout=layout, scale_kind=scale_kind, block_size=block_size
+    )
+    kept = slots >= 0
+    untouched = torch.ones(num_blocks * block_size, dtype=torch.bool)
+    untouched[slots[kept]] = False
+    relative, absolute = HALF_STEP[dtype]
+    limit = reference.QUANTISED_MAX[dtype]
+    for row, cache, right, scale, right_scale in zip(
+        (key, value), actual, expected, scales, expected_scales, strict=True
+    ):
+        slot_view = cache.reshape(-1, 3, head_dim)
+        assert torch.equal(bits(slot_view)[untouched], bits(right.reshape(-1, 3, head_dim))[untouched])
+        stored = slot_view[slots[kept]].double()
+        factor = torch.ones(1, 1, 1)
+        if scale_kind == "token_head":
+            assert_close(scale, right_scale, tolerance=1e-6)
+            factor = scale.view(-1, 3, 1)[slots[kept]]
+        elif scale_kind is not None:
+            assert_same_bits(scale, right_scale)
+            factor = scale.view(1, -1, 1)
+        exact = (row[:47][kept].double() / factor.double()).clamp(-limit, limit)
+        error = (stored - exact).abs()
+        assert (error <= (1 + 1e-5) * torch.maximum(relative * exact.abs(), torch.tensor(absolute))).all()
+
+
+@pytest.mark.parametrize("scale_kind", [None, *SCALE_KINDS])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("row_dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", QUANTISED_DTYPES, ids=str)
+def test_quantised_write(ops, dtype, row_dtype, layout, scale_kind):
+    check_quantised_write(ops, dtype, row_dtype, scale_kind, layout)
+
+
+@pytest.mark.parametrize("scale_kind", ["head", "token_head"])
+@pytest.mark.parametrize("block_size", [1, 3, 64])
+@pytest.mark.parametrize("head_dim", [8, 24, 80, 128, 256])
+@pytest.mark.parametrize("dtype", QUANTISED_DTYPES, ids=str)
+def test_quantised_write_shapes(ops, dtype, head_dim, block_size, scale_kind):
+    check_quantised_write(ops, dtype, scale_kind=scale_kind, head_dim=head_dim, block_size=block_size)
+
+
+def check_every_rounding(ops, dtype):
+    """All float16 numbers, NaN and infinities among them, at scale 1: the reference's bits."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).view(-1, 2, 64)
+    slots = torch.arange(numbers.shape[0])
+    (actual, _), (expected, _) = write_both(ops, numbers, -numbers, slots, dtype=dtype)
+    for cache, right in zip(actual, expected, strict=True):
+        cache, right = cache.float(), right.float()
+        assert torch.equal(cache.isnan(), right.isnan())
+        assert torch.equal(cache.nan_to_num(), right.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", QUANTISED_DTYPES, ids=str)
+def test_every_rounding(ops, dtype):
+    check_every_rounding(ops, dtype)
+
+
+def check_token_scales(ops, dtype):
+    """A row's largest magnitude maps to the largest number; an all-zero row stores zeros and a finite scale."""
+    key = torch.zeros(3, 2, 64, device=ops.device)
+    key[0, 0, 5], key[0, 1, 6], key[2] = -100.0, 0.25, 3.0
+    key_cache, value_cache = make_cache(1, 16, 2, 64, dtype=dtype, device=ops.device)
+    k_scale, v_scale = (torch.full((1, 16, 2), 9.0, device=ops.device) for _ in range(2))
+    slots = torch.tensor([4, 0, -1], device=ops.device)
+    ops.write_kv(key, 2 * key, key_cache, value_cache, slots, k_scale=k_scale, v_scale=v_scale)
+    limit = reference.QUANTISED_MAX[dtype]
+    assert_close(k_scale[0, 4], [100 / limit, 0.25 / limit], tolerance=1e-6)
+    assert_close(v_scale[0, 4], [200 / limit, 0.5 / limit], tolerance=1e-6)
+    assert float(key_cache[0, 4, 0, 5].float()) == -limit
+    assert k_scale[0, 0].isfinite().all()
+    assert key_cache[0, 0].float().count_nonzero() == 0
+    assert (k_scale[0, [1, 2, 3, *range(5, 16)]] == 9).all()
+
+
+@pytest.mark.parametrize("dtype", QUANTISED_DTYPES, ids=str)
+def test_token_scales(ops, dtype):
+    check_token_scales(ops, dtype)
