@@ -69,7 +69,7 @@ def ops_extension(cuda: Path | None) -> Extension:
     include = cpp_extension.include_paths()
     link = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
     library_dirs = cpp_extension.library_paths()
-    cxx = ["-O3", "-std=c++17", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", *define]
+    cxx = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", *define]
     nvcc: list[str] = []
     files = sources("csrc/registration.cpp", "csrc/cpu/*.cpp")
     if cuda:
@@ -114,7 +114,7 @@ def host_extension() -> Extension:
         "paged_attn._host",
         sources("csrc/host/*.cpp"),
         include_dirs=[pybind11.get_include()],
-        extra_compile_args={"cxx": ["-O3", "-std=c++17", "-fvisibility=hidden", "-Wall"]},
+        extra_compile_args={"cxx": ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-Wall"]},
         language="c++",
     )
 
