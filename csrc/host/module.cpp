@@ -13,8 +13,6 @@ namespace py = pybind11;
 namespace paged_attn::host {
 namespace {
 
-using Int64Array = py::array_t<int64_t, py::array::c_style>;
-
 [[noreturn]] void refuse_integers(const char* name, py::handle got) {
   throw std::invalid_argument(std::string(name) + ": expected integers, got " +
                               std::string(py::str(py::type::of(got))));
@@ -49,8 +47,9 @@ void for_each_integer(const char* name, py::handle source, Append&& append) {
   if (py::isinstance<py::array>(source) || py::hasattr(source, "__array__")) {
     const py::array array = py::array::ensure(source);
     if (!array) throw py::error_already_set();
-    if (array.ndim() != 1)
+    if (array.ndim() != 1) {
       throw std::invalid_argument(std::string(name) + ": expected one dimension, got " + std::to_string(array.ndim()));
+    }
     const char kind = array.dtype().kind();
     if (kind != 'i' && kind != 'u' && array.size() > 0) refuse_integers(name, array.dtype());
     const auto values = py::array_t<int64_t, py::array::c_style | py::array::forcecast>::ensure(array);
@@ -294,15 +293,17 @@ class Manager {
   std::vector<int64_t> handles_, counts_;
 };
 
-py::list hash_chain(const py::object& token_ids, int block_size, const py::object& salt) {
+// Keys of the full blocks of a prompt, uint8 [num_blocks, 32].
+py::array hash_chain(const py::object& token_ids, int block_size, const py::object& salt) {
   std::vector<Token> tokens;
   read_tokens(token_ids, tokens);
   if (block_size < 1) throw std::invalid_argument("block_size: expected 1 or more, got " + std::to_string(block_size));
-  py::list out;
+  const py::ssize_t count = static_cast<py::ssize_t>(tokens.size()) / block_size;
+  py::array_t<uint8_t> out({count, py::ssize_t{32}});
   Digest key = root_key(to_salt(salt));
-  for (size_t i = 0; i + block_size <= tokens.size(); i += block_size) {
-    key = block_key(key, tokens.data() + i, block_size);
-    out.append(py::bytes(reinterpret_cast<const char*>(key.data()), key.size()));
+  for (py::ssize_t i = 0; i < count; ++i) {
+    key = block_key(key, tokens.data() + i * block_size, block_size);
+    std::memcpy(out.mutable_data(i), key.data(), key.size());
   }
   return out;
 }
