@@ -71,6 +71,45 @@ def bench_write(tokens: int, layout: str, dtype: torch.dtype, scale_per: str, ce
     return row(case, num_bytes, formula, common.time_kernels(kernels, sets=sets), ceiling)
 
 
+def bench_rope(tokens: int, ceiling: float) -> list[Row]:
+    """Rotation and write in one launch, beside the same op without slots followed by write_kv, and torch's kernels."""
+    num_bytes = tokens * HEAD_DIM * 2 * (2 * HEADS + 5 * KV_HEADS)
+    sets = common.rotation(num_bytes)
+    qkv = torch.randn(sets, tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    parts = [one.split([HEADS, KV_HEADS, KV_HEADS], dim=1) for one in qkv]
+    caches = pools(2 * tokens, sets, "HND")
+    slots = torch.randperm(2 * tokens, device="cuda")[:tokens]
+    at = (slots // BLOCK_SIZE, slots % BLOCK_SIZE)
+    positions = torch.arange(tokens, device="cuda")
+    angles = torch.randn(tokens, HEAD_DIM // 2, device="cuda")
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+
+    def fused(i: int) -> None:
+        paged_attn.rope_write_kv(*parts[i % sets], positions, cos_sin, *caches[i % sets], slots)
+
+    def separate(i: int) -> None:
+        paged_attn.rope_write_kv(*parts[i % sets], positions, cos_sin, *caches[i % sets], slots[:0])
+        paged_attn.write_kv(*parts[i % sets][1:], *caches[i % sets], slots)
+
+    def torch_kernels(i: int) -> None:
+        query, key, value = parts[i % sets]
+        cos, sin = (half.repeat(1, 2).unsqueeze(1) for half in cos_sin[positions].bfloat16().chunk(2, dim=-1))
+        for rows in (query, key):
+            x, y = rows.chunk(2, dim=-1)
+            rows.copy_(rows * cos + torch.cat([-y, x], dim=-1) * sin)
+        for rows, cache in zip((key, value), caches[i % sets]):
+            cache.index_put_(at, rows)
+
+    kernels = {"fused": fused, "separate": separate, "torch": torch_kernels}
+    times = common.time_kernels(kernels, sets=sets)
+    formula = f"tokens x {HEAD_DIM} x 2 x (2 x {HEADS} + 5 x {KV_HEADS})"
+    name = f"rope_write_kv {tokens} tokens"
+    return [
+        row(name, num_bytes, formula, {"ours": times["fused"], "torch": times["torch"]}, ceiling),
+        row(f"{name}, rotation then write_kv", num_bytes, formula, {"ours": times["separate"]}, ceiling),
+    ]
+
+
 def bench_gather(lens: list[int], layout: str, dtype: torch.dtype, ceiling: float) -> Row:
     tokens = sum(lens)
     num_bytes = 2 * tokens * ROW * (2 + dtype.itemsize)
@@ -190,7 +229,7 @@ def bench_gathers(ceiling: float) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="write, gather, copy, merge or swap (default: all)")
+    parser.add_argument("--only", help="write, rope, gather, copy, merge or swap (default: all)")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of cache_ops.json")
     args = parser.parse_args()
     common.require_cuda()
@@ -199,6 +238,7 @@ def main() -> None:
     rows: list[Row] = []
     benches = {
         "write": bench_writes,
+        "rope": lambda ceiling: [r for tokens in (64, 256, 8192) for r in bench_rope(tokens, ceiling)],
         "gather": bench_gathers,
         "copy": bench_copy,
         "merge": lambda ceiling: [bench_merge(tokens, ceiling) for tokens in (64, 8192)],

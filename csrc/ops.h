@@ -111,6 +111,52 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key_c
   return p;
 }
 
+inline KvWriteParams kv_write_params(const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                                     const Tensor& value_cache, const Tensor& slot_mapping,
+                                     const OptionalTensor& k_scale, const OptionalTensor& v_scale) {
+  KvWriteParams p = {};
+  check_caches(key_cache, value_cache);
+  p.cache_dtype = cache_dtype("key_cache", key_cache);
+  for (auto [name, t] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
+    check_dim(name, *t, 3, "[num_tokens, num_kv_heads, head_dim]");
+    p.dtype = float_dtype(name, *t);
+    if (!is_quantized(p.cache_dtype)) check_dtype(name, *t, key_cache.scalar_type(), " like key_cache");
+    check_device(name, *t, "key_cache", key_cache);
+    check_size(name, *t, 1, key_cache.size(2), "num_kv_heads of key_cache");
+    check_size(name, *t, 2, key_cache.size(3), "head_dim of key_cache");
+    check_last_stride(name, *t);
+  }
+  check_dtype("value", value, key.scalar_type(), " like key");
+  check_size("value", value, 0, key.size(0), "tokens of key");
+  check_dim("slot_mapping", slot_mapping, 1, "[num_slots]");
+  p.slots_are_int64 = slot_mapping.scalar_type() == ScalarType::Long;
+  if (!p.slots_are_int64) check_dtype("slot_mapping", slot_mapping, ScalarType::Int, " or torch.int64");
+  check_device("slot_mapping", slot_mapping, "key_cache", key_cache);
+  if (slot_mapping.size(0) > key.size(0))
+    fail("slot_mapping: expected at most ", key.size(0), " slots (the tokens of key), got ", slot_mapping.size(0));
+  check_fits_int("slot_mapping", slot_mapping.size(0) * key_cache.size(2));
+  p.k_scale = scale_view("k_scale", k_scale, key_cache);
+  p.v_scale = scale_view("v_scale", v_scale, value_cache);
+  if (p.k_scale.data && p.v_scale.data && p.k_scale.per_token() != p.v_scale.per_token())
+    fail("v_scale: expected the kind of k_scale, per token or not, got shape ", shape_of(*v_scale));
+  p.key = key.data_ptr();
+  p.value = value.data_ptr();
+  p.key_cache = key_cache.data_ptr();
+  p.value_cache = value_cache.data_ptr();
+  p.slot_mapping = slot_mapping.data_ptr();
+  p.num_tokens = slot_mapping.size(0);
+  p.num_kv_heads = key_cache.size(2);
+  p.head_dim = key_cache.size(3);
+  p.block_size = key_cache.size(1);
+  p.num_blocks = key_cache.size(0);
+  p.slot_stride = slot_mapping.stride(0);
+  p.key_strides = token_strides(key);
+  p.value_strides = token_strides(value);
+  p.key_cache_strides = block_strides(key_cache);
+  p.value_cache_strides = block_strides(value_cache);
+  return p;
+}
+
 template <class Backend>
 struct Ops {
   static void paged_attention_out(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
@@ -154,47 +200,49 @@ struct Ops {
 
   static void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& slot_mapping, const OptionalTensor& k_scale, const OptionalTensor& v_scale) {
-    KvWriteParams p = {};
-    check_caches(key_cache, value_cache);
-    p.cache_dtype = cache_dtype("key_cache", key_cache);
-    for (auto [name, t] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
-      check_dim(name, *t, 3, "[num_tokens, num_kv_heads, head_dim]");
-      p.dtype = float_dtype(name, *t);
-      if (!is_quantized(p.cache_dtype)) check_dtype(name, *t, key_cache.scalar_type(), " like key_cache");
-      check_device(name, *t, "key_cache", key_cache);
-      check_size(name, *t, 1, key_cache.size(2), "num_kv_heads of key_cache");
-      check_size(name, *t, 2, key_cache.size(3), "head_dim of key_cache");
-      check_last_stride(name, *t);
-    }
-    check_dtype("value", value, key.scalar_type(), " like key");
-    check_size("value", value, 0, key.size(0), "tokens of key");
-    check_dim("slot_mapping", slot_mapping, 1, "[num_slots]");
-    p.slots_are_int64 = slot_mapping.scalar_type() == ScalarType::Long;
-    if (!p.slots_are_int64) check_dtype("slot_mapping", slot_mapping, ScalarType::Int, " or torch.int64");
-    check_device("slot_mapping", slot_mapping, "key_cache", key_cache);
-    if (slot_mapping.size(0) > key.size(0))
-      fail("slot_mapping: expected at most ", key.size(0), " slots (the tokens of key), got ", slot_mapping.size(0));
-    check_fits_int("slot_mapping", slot_mapping.size(0) * key_cache.size(2));
-    p.k_scale = scale_view("k_scale", k_scale, key_cache);
-    p.v_scale = scale_view("v_scale", v_scale, value_cache);
-    if (p.k_scale.data && p.v_scale.data && p.k_scale.per_token() != p.v_scale.per_token())
-      fail("v_scale: expected the kind of k_scale, per token or not, got shape ", shape_of(*v_scale));
-    p.key = key.data_ptr();
-    p.value = value.data_ptr();
-    p.key_cache = key_cache.data_ptr();
-    p.value_cache = value_cache.data_ptr();
-    p.slot_mapping = slot_mapping.data_ptr();
-    p.num_tokens = slot_mapping.size(0);
-    p.num_kv_heads = key_cache.size(2);
-    p.head_dim = key_cache.size(3);
-    p.block_size = key_cache.size(1);
-    p.num_blocks = key_cache.size(0);
-    p.slot_stride = slot_mapping.stride(0);
-    p.key_strides = token_strides(key);
-    p.value_strides = token_strides(value);
-    p.key_cache_strides = block_strides(key_cache);
-    p.value_cache_strides = block_strides(value_cache);
+    const KvWriteParams p = kv_write_params(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale);
     if (p.num_tokens > 0) Backend::write_kv(p, key_cache);
+  }
+
+  static void rope_write_kv(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& positions,
+                            const Tensor& cos_sin, const Tensor& key_cache, const Tensor& value_cache,
+                            const Tensor& slot_mapping, bool interleaved, const OptionalTensor& k_scale,
+                            const OptionalTensor& v_scale) {
+    RopeWriteParams p = {};
+    p.write = kv_write_params(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale);
+    check_dim("query", query, 3, "[num_tokens, num_heads, head_dim]");
+    check_size("query", query, 0, key.size(0), "tokens of key");
+    check_size("query", query, 2, key.size(2), "head_dim of key");
+    check_dtype("query", query, key.scalar_type(), " like key");
+    check_device("query", query, "key", key);
+    check_last_stride("query", query);
+    check_dim("positions", positions, 1, "[num_tokens]");
+    check_size("positions", positions, 0, key.size(0), "tokens of key");
+    p.positions_are_int64 = positions.scalar_type() == ScalarType::Long;
+    if (!p.positions_are_int64) check_dtype("positions", positions, ScalarType::Int, " or torch.int64");
+    check_device("positions", positions, "key", key);
+    check_dim("cos_sin", cos_sin, 2, "[num_positions, rotary_dim]");
+    if (cos_sin.size(1) < 2 || cos_sin.size(1) % 2 != 0 || cos_sin.size(1) > key.size(2))
+      fail("cos_sin: expected an even rotary dimension from 2 to head_dim ", key.size(2), ", got shape ",
+           shape_of(cos_sin));
+    p.cos_sin_is_float32 = cos_sin.scalar_type() == ScalarType::Float;
+    if (!p.cos_sin_is_float32) check_dtype("cos_sin", cos_sin, key.scalar_type(), " like key, or torch.float32");
+    check_device("cos_sin", cos_sin, "key", key);
+    check_last_stride("cos_sin", cos_sin);
+    check_fits_int("query", query.size(0) * (query.size(1) + 2 * key.size(1)));
+    p.query = query.data_ptr();
+    p.key = key.data_ptr();
+    p.positions = positions.data_ptr();
+    p.cos_sin = cos_sin.data_ptr();
+    p.interleaved = interleaved;
+    p.num_tokens = query.size(0);
+    p.num_heads = query.size(1);
+    p.rotary_dim = cos_sin.size(1);
+    p.num_positions = cos_sin.size(0);
+    p.positions_stride = positions.stride(0);
+    p.cos_sin_stride = cos_sin.stride(0);
+    p.query_strides = token_strides(query);
+    if (p.num_tokens > 0) Backend::rope_write_kv(p, key_cache);
   }
 
   static std::tuple<Tensor, Tensor> gather_kv(const Tensor& key_cache, const Tensor& value_cache,
@@ -368,6 +416,7 @@ void register_ops(Library& m) {
   m.impl("paged_attention", TORCH_BOX(&Ops<Backend>::paged_attention));
   m.impl("paged_attention.out", TORCH_BOX(&Ops<Backend>::paged_attention_out));
   m.impl("write_kv", TORCH_BOX(&Ops<Backend>::write_kv));
+  m.impl("rope_write_kv", TORCH_BOX(&Ops<Backend>::rope_write_kv));
   m.impl("gather_kv", TORCH_BOX(&Ops<Backend>::gather_kv));
   m.impl("merge_attn_states", TORCH_BOX(&Ops<Backend>::merge_attn_states));
   m.impl("merge_attn_states.out", TORCH_BOX(&Ops<Backend>::merge_attn_states_out));

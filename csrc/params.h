@@ -79,6 +79,19 @@ struct KvWriteParams {
   BlockStrides key_cache_strides, value_cache_strides;
 };
 
+struct RopeWriteParams {
+  KvWriteParams write;    // of the rotated keys; its num_tokens counts the slots
+  void* query;            // [num_tokens, num_heads, head_dim], rotated in place
+  void* key;              // write.key, rotated in place
+  const void* positions;  // int64 or int32 [num_tokens]
+  const void* cos_sin;    // [num_positions, rotary_dim]: cosines, then sines; of write.dtype or float32
+  bool positions_are_int64, cos_sin_is_float32;
+  bool interleaved;  // pairs are elements 2i and 2i + 1; else i and i + rotary_dim / 2
+  int num_tokens, num_heads, rotary_dim;
+  int64_t num_positions, positions_stride, cos_sin_stride;
+  TokenStrides query_strides;
+};
+
 // Bytes of whole blocks, layout and dtype forgotten: a block of a cache is the same set of bytes for every block id,
 // given by up to four dimensions (merged where adjacent), the innermost contiguous.
 struct BlockShape {

@@ -13,6 +13,10 @@ STABLE_TORCH_LIBRARY(paged_attn, m) {
       "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
       "Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()");
   m.def(
+      "rope_write_kv(Tensor(a!) query, Tensor(b!) key, Tensor value, Tensor positions, Tensor cos_sin, "
+      "Tensor(c!) key_cache, Tensor(d!) value_cache, Tensor slot_mapping, bool interleaved, Tensor(e!)? k_scale, "
+      "Tensor(f!)? v_scale) -> ()");
+  m.def(
       "gather_kv(Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, Tensor? seq_starts, "
       "Tensor? k_scale, Tensor? v_scale, ScalarType? out_dtype, SymInt? total_tokens) -> (Tensor, Tensor)");
   m.def("merge_attn_states(Tensor output_a, Tensor lse_a, Tensor output_b, Tensor lse_b) -> (Tensor, Tensor)");

@@ -3,7 +3,7 @@
 from . import reference
 from ._version import __version__
 from .cache import Admission, CacheCorrupted, OutOfBlocks, PagedKVCache
-from .ops import copy_blocks, gather_kv, merge_attn_states, paged_attention, swap_blocks, write_kv
+from .ops import copy_blocks, gather_kv, merge_attn_states, paged_attention, rope_write_kv, swap_blocks, write_kv
 
 __all__ = [
     "Admission",
@@ -16,6 +16,7 @@ __all__ = [
     "merge_attn_states",
     "paged_attention",
     "reference",
+    "rope_write_kv",
     "swap_blocks",
     "write_kv",
 ]

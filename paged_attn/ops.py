@@ -37,6 +37,7 @@ _load_library()
 _attention = torch.ops.paged_attn.paged_attention.default
 _attention_out = torch.ops.paged_attn.paged_attention.out
 _write_kv = torch.ops.paged_attn.write_kv.default
+_rope_write_kv = torch.ops.paged_attn.rope_write_kv.default
 _gather_kv = torch.ops.paged_attn.gather_kv.default
 _merge = torch.ops.paged_attn.merge_attn_states.default
 _merge_out = torch.ops.paged_attn.merge_attn_states.out
@@ -152,6 +153,44 @@ def write_kv(
         ValueError: shapes, dtypes or devices that do not fit together; on the CPU also a slot past the end.
     """
     _write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+
+
+def rope_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Rotate queries and keys by their positions, in place, and write keys and values as :func:`write_kv` does.
+
+    The pair ``(x, y)`` number ``i`` of a head becomes ``(x cos - y sin, y cos + x sin)`` with entries ``i`` of the
+    position's row (Su et al., https://arxiv.org/abs/2104.09864), computed in float32.
+
+    Args:
+        query: ``[num_tokens, num_heads, head_dim]``, any strides with a contiguous last dimension; rotated.
+        key, value: ``[num_tokens, num_kv_heads, head_dim]`` likewise; ``key`` is rotated.
+        positions: int64 or int32 ``[num_tokens]``. One outside ``cos_sin`` turns its token's rotated part into NaN.
+        cos_sin: ``[num_positions, rotary_dim]``, float32 or the dtype of ``query``: the cosines of ``rotary_dim / 2``
+            angles, then their sines. ``rotary_dim`` is even and at most ``head_dim``; the elements past it stay.
+        key_cache, value_cache, slot_mapping, k_scale, v_scale: as in :func:`write_kv`. Rows past the slots are rotated,
+            not written.
+        interleaved: pairs are elements ``2i`` and ``2i + 1`` (GPT-J); otherwise ``i`` and ``i + rotary_dim / 2``
+            (GPT-NeoX, Llama in transformers).
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together; on the CPU also a slot past the end.
+    """
+    _rope_write_kv(
+        query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, interleaved, k_scale, v_scale
+    )
 
 
 def copy_blocks(caches: Sequence[Tensor] | Tensor, block_mapping: Tensor) -> None:
@@ -280,6 +319,7 @@ def _(output_a, lse_a, output_b, lse_b):
 
 @_fake("paged_attention.out")
 @_fake("write_kv")
+@_fake("rope_write_kv")
 @_fake("merge_attn_states.out")
 @_fake("copy_blocks")
 @_fake("swap_blocks")

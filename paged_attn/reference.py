@@ -139,6 +139,35 @@ def write_kv(
         _write_row(value[row], value_cache, block, offset, v_scale)
 
 
+def rope_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Rotate queries and keys by their positions, in place, then ``write_kv``.
+
+    Args:
+        query: ``[T, Hq, D]``; rotated.
+        key, value: ``[T, Hkv, D]``; ``key`` is rotated.
+        positions: ``[T]``.
+        cos_sin: ``[P, R]``: row p holds the R / 2 cosines of position p, then the sines; R <= D.
+        key_cache, value_cache, slot_mapping, k_scale, v_scale: as in ``write_kv``.
+        interleaved: pairs are elements 2i and 2i + 1, otherwise i and i + R / 2.
+    """
+    for rows in (query, key):
+        rows.copy_(torch.stack([_rotate(row, cos_sin[int(p)], interleaved) for row, p in zip(rows, positions)]))
+    write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+
+
 def copy_blocks(caches: Caches, block_mapping: Tensor) -> None:
     """Copy whole blocks inside each cache, as if every source were read before any destination is written.
 
@@ -326,6 +355,19 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     num_heads, num_kv_heads = weights.shape[0], values.shape[1]
     grouped = weights.view(num_kv_heads, num_heads // num_kv_heads, -1)
     return torch.einsum("hgl,lhd->hgd", grouped, values).reshape(num_heads, -1)
+
+
+def _rotate(row: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the heads of one token, ``[H, D]``, by the angles whose cosines and sines are given."""
+    cosines, sines = cos_sin.double().chunk(2)
+    pairs = range(len(cosines))
+    firsts = [2 * i if interleaved else i for i in pairs]
+    seconds = [2 * i + 1 if interleaved else i + len(cosines) for i in pairs]
+    rotated = row.double()
+    x, y = rotated[:, firsts], rotated[:, seconds]
+    rotated[:, firsts] = x * cosines - y * sines
+    rotated[:, seconds] = y * cosines + x * sines
+    return rotated
 
 
 def _write_row(row: Tensor, cache: Tensor, block: int, offset: int, scale: Tensor | None) -> None:

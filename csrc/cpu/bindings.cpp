@@ -11,6 +11,7 @@ struct CpuBackend {
     cpu::paged_attention(p);
   }
   static void write_kv(const KvWriteParams& p, const Tensor&) { cpu::write_kv(p); }
+  static void rope_write_kv(const RopeWriteParams& p, const Tensor&) { cpu::rope_write_kv(p); }
   static void gather_kv(const GatherParams& p, const Tensor&) { cpu::gather_kv(p); }
   static void merge_attn_states(const MergeParams& p, const Tensor&) { cpu::merge_attn_states(p); }
   static void copy_blocks(const std::vector<BlockArray>& caches, const Tensor& pairs, const Tensor&) {

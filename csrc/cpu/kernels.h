@@ -8,7 +8,9 @@
 namespace paged_attn::cpu {
 
 void paged_attention(const AttentionParams& p);
+void check_slots(const KvWriteParams& p);  // refuses those past the end
 void write_kv(const KvWriteParams& p);
+void rope_write_kv(const RopeWriteParams& p);
 void gather_kv(const GatherParams& p);
 void merge_attn_states(const MergeParams& p);
 // Pairs as in cuda/launchers.h: all sources are read before any destination is written where src and dst are the same

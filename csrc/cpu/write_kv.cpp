@@ -63,12 +63,16 @@ void write_all(const KvWriteParams& p) {
 
 }  // namespace
 
-void write_kv(const KvWriteParams& p) {
+void check_slots(const KvWriteParams& p) {
   const int64_t num_slots = p.num_blocks * p.block_size;
   for (int64_t i = 0; i < p.num_tokens; ++i) {
     if (slot_at(p, i) >= num_slots)
       refuse("slot_mapping[", i, "]: got slot ", slot_at(p, i), ", the cache has slots 0 .. ", num_slots - 1);
   }
+}
+
+void write_kv(const KvWriteParams& p) {
+  check_slots(p);
   if (p.num_tokens == 0) return;
   visit_float_type(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -113,6 +113,11 @@ struct CudaBackend {
     launch_write_kv(p, launch.stream);
     launch.check();
   }
+  static void rope_write_kv(const RopeWriteParams& p, const Tensor& on) {
+    Launch launch(on);
+    launch_rope_write_kv(p, launch.stream);
+    launch.check();
+  }
   static void gather_kv(const GatherParams& p, const Tensor& on) {
     Launch launch(on);
     launch_gather_kv(p, launch.stream);

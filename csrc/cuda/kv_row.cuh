@@ -49,9 +49,10 @@ __device__ __forceinline__ void store_quantized(const float (&v)[8], RowGroup gr
     for (int i = 0; i < 8; ++i) largest = fmaxf(largest, active && fabsf(v[i]) < INFINITY ? fabsf(v[i]) : 0.0f);
     for (int step = group.lanes / 2; step > 0; step /= 2)
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-    if (largest > 0.0f) scale = largest / largest_finite(dtype);
+    const float ratio = largest / largest_finite(dtype);
+    if (ratio > 0.0f) scale = ratio;
     if (at.block >= 0 && group.lane == 0) scales.data[row_offset(scales.strides, at, head)] = scale;
-  } else if (scales.data != nullptr) {
+  } else if (scales.data != nullptr && at.block >= 0) {
     scale = scales.data[head * scales.strides.head];
   }
   if (at.block < 0 || !active) return;

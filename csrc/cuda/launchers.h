@@ -12,6 +12,7 @@ namespace paged_attn {
 // Throws std::invalid_argument where p.backend was forced and cannot serve the call.
 void launch_paged_attention(const AttentionParams& p, Workspace& workspace, cudaStream_t stream);
 void launch_write_kv(const KvWriteParams& p, cudaStream_t stream);
+void launch_rope_write_kv(const RopeWriteParams& p, cudaStream_t stream);
 void launch_gather_kv(const GatherParams& p, cudaStream_t stream);
 void launch_merge_attn_states(const MergeParams& p, cudaStream_t stream);
 

@@ -7,7 +7,7 @@ import torch
 
 import paged_attn
 
-OPS = ["paged_attention", "write_kv", "copy_blocks", "swap_blocks", "gather_kv", "merge_attn_states"]
+OPS = ["paged_attention", "write_kv", "rope_write_kv", "copy_blocks", "swap_blocks", "gather_kv", "merge_attn_states"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
