@@ -26,6 +26,16 @@ cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
+// Work queued on `later` from now on waits for what `earlier`, a stream of `device`, holds now.
+void order_streams(int device, cudaStream_t earlier, cudaStream_t later) {
+  const DeviceGuard guard(device);
+  cudaEvent_t event;
+  STD_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  STD_CUDA_CHECK(cudaEventRecord(event, earlier));
+  STD_CUDA_CHECK(cudaStreamWaitEvent(later, event, 0));
+  STD_CUDA_CHECK(cudaEventDestroy(event));
+}
+
 struct MarkedKey {
   int device;
   cudaStream_t stream;
@@ -141,8 +151,12 @@ struct CudaBackend {
                                     : dst_on.is_cpu() ? CopyDirection::kDeviceToHost
                                                       : CopyDirection::kDeviceToDevice;
     Launch launch(src_on.is_cuda() ? src_on : dst_on);
+    const int src_device = src_on.get_device_index(), dst_device = dst_on.get_device_index();
+    const bool two_devices = direction == CopyDirection::kDeviceToDevice && src_device != dst_device;
+    if (two_devices) order_streams(dst_device, current_stream(dst_device), launch.stream);
     launch_swap_blocks(src, dst, static_cast<const int64_t*>(pairs.data_ptr()), pairs.size(0), direction,
-                       host_is_pinned, launch.workspace, launch.stream);
+                       host_is_pinned, launch.stream);
+    if (two_devices) order_streams(src_device, launch.stream, current_stream(dst_device));
     launch.check();
   }
 };

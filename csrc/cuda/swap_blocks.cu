@@ -83,8 +83,7 @@ int device_of(const void* p) {
 }  // namespace
 
 void launch_swap_blocks(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const int64_t* pairs,
-                        int64_t num_pairs, CopyDirection direction, bool host_is_pinned, Workspace& workspace,
-                        cudaStream_t stream) {
+                        int64_t num_pairs, CopyDirection direction, bool host_is_pinned, cudaStream_t stream) {
   if (src.empty() || num_pairs == 0) return;
   TransferPairs transfer;
   transfer.host = pairs;
