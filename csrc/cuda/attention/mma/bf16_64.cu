@@ -1,0 +1,7 @@
+#include "tensor_core.cuh"
+
+namespace paged_attn::mma {
+
+template void launch_tensor_core<__nv_bfloat16, 64>(const AttentionParams&, QueryRange, bool, Workspace&, cudaStream_t);
+
+}  // namespace paged_attn::mma

@@ -1,0 +1,58 @@
+// Compile-time shape of the tensor-core kernel, its arguments, and where things lie in shared memory.
+#pragma once
+
+#include "merge.cuh"
+
+namespace paged_attn::mma {
+
+struct KernelArgs {
+  AttentionParams p;
+  QueryRange range;
+  Plan plan;
+  Partials partials;
+  int min_share;    // least work of a CTA
+  int stages;       // of the ring that K and V arrive in, at least 2
+  int query_bytes;  // a copy: 16 where every row starts at a multiple of 16 bytes, else 8, else 1 (element by element)
+  int cache_bytes;  // the same for K and V
+};
+
+template <class T_, int kHeadDim_, bool kQuantized_, bool kDecode_>
+struct Config {
+  using T = T_;                               // of query, output and both products
+  static constexpr int kHeadDim = kHeadDim_;  // p.head_dim or more; what is above is 0 in shared memory
+  static constexpr bool kQuantized = kQuantized_;
+  static constexpr bool kDecode = kDecode_;  // the warps share 16 rows and split the keys; else they split the rows
+
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
+  static constexpr int kRowTiles =
+      !kDecode && (kQuantized ? 2 : 1) * kHeadDim <= 128 ? 2 : 1;  // 16-row tiles of a warp
+  static constexpr int kWarpRows = 16 * kRowTiles;
+  static constexpr int kRows = kDecode ? 16 : kWarps * kWarpRows;
+  static constexpr int kKeys = kDecode || kHeadDim <= 128 ? 64 : 32;
+  static constexpr int kWarpKeys = kDecode ? kKeys / kWarps : kKeys;
+
+  // Q, K and V for ldmatrix: rows of kRowBytes; the 16-byte chunk c of row r lies at place c ^ (r & 7).
+  static constexpr int kRowBytes = kHeadDim * 2;
+  static constexpr int kTileBytes = kKeys * kRowBytes;
+  // What arrives in a stage: K, then V; quantised ones as they are, to be converted into one tile pair before use.
+  static constexpr int kCacheRowBytes = kQuantized ? kHeadDim : kRowBytes;
+  static constexpr int kStageBytes = 2 * kKeys * kCacheRowBytes;
+
+  // Shared memory, in bytes from its start.  Per stage, behind the stages: longlong2 offsets[kKeys], and, quantised,
+  // float scales[2][kKeys].
+  static constexpr int kQuery = 0;
+  static constexpr int kConverted = kQuery + kRows * kRowBytes;
+  static constexpr int kShared = kConverted + (kQuantized ? 2 * kTileBytes : 0);  // CtaState
+  static constexpr int kStates = kShared + 384;                                   // float2 [kWarps][kRows]
+  static constexpr int kStages = kStates + (kDecode ? kWarps * kRows * 8 : 0);
+  static_assert(kStages % 128 == 0, "stages must be aligned for the swizzle");
+  static constexpr int kOffsetBytes = kKeys * 16;
+  static constexpr int kScaleBytes = kQuantized ? 2 * kKeys * 4 : 0;
+  static constexpr int smem_bytes(int stages) { return kStages + stages * (kStageBytes + kOffsetBytes + kScaleBytes); }
+};
+
+__device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk, uint32_t row_bytes) {
+  return row * row_bytes + ((chunk ^ (row & 7)) << 4);
+}
+
+}  // namespace paged_attn::mma

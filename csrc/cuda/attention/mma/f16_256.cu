@@ -1,0 +1,7 @@
+#include "tensor_core.cuh"
+
+namespace paged_attn::mma {
+
+template void launch_tensor_core<__half, 256>(const AttentionParams&, QueryRange, bool, Workspace&, cudaStream_t);
+
+}  // namespace paged_attn::mma

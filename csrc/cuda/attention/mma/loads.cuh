@@ -1,0 +1,174 @@
+// How Q, K and V get into shared memory.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include <type_traits>
+
+#include "../ptx.cuh"
+#include "config.cuh"
+#include "scales.cuh"
+
+namespace paged_attn::mma {
+
+// One 16-byte chunk, of which `bytes` (0 to 16) are there and the rest becomes 0.  `copy` as in KernelArgs.  Chunks
+// copied element by element are visible after the next barrier like the others.
+template <int kElementBytes>
+__device__ __forceinline__ void copy_chunk(unsigned char* dst, const unsigned char* src, int bytes, int copy) {
+  if (copy == 16) {
+    ptx::cp_async_16(ptx::smem_address(dst), src, bytes);
+  } else if (copy == 8) {
+    ptx::cp_async_8(ptx::smem_address(dst), src, min(bytes, 8));
+    ptx::cp_async_8(ptx::smem_address(dst + 8), bytes > 8 ? src + 8 : src, max(bytes - 8, 0));
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < 16; i += kElementBytes) {
+      if constexpr (kElementBytes == 2)
+        *reinterpret_cast<uint16_t*>(dst + i) = i < bytes ? *reinterpret_cast<const uint16_t*>(src + i) : 0;
+      else
+        dst[i] = i < bytes ? src[i] : 0;
+    }
+  }
+}
+
+// Eight stored elements as eight of T, exactly.
+template <class T>
+__device__ __forceinline__ uint4 convert8(uint2 raw, DType dtype) {
+  const uint32_t words[2] = {raw.x, raw.y};
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t two = words[i / 2] >> (i % 2 * 16);
+    if (dtype == DType::kInt8) {
+      pairs[i] = ptx::pack<T>(static_cast<int8_t>(two & 0xff), static_cast<int8_t>(two >> 8 & 0xff));
+    } else {
+      const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two),
+                                                       dtype == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2);
+      if constexpr (std::is_same_v<T, __half>) {
+        pairs[i] = h.x | static_cast<uint32_t>(h.y) << 16;
+      } else {
+        const float2 f = __half22float2(__half2(h));
+        pairs[i] = ptx::pack<T>(f.x, f.y);
+      }
+    }
+  }
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// Moves the keys and values of pieces; attention_kernel says who calls what when, and where the barriers stand.
+template <class C>
+class Loader {
+ public:
+  __device__ Loader(const KernelArgs& args, unsigned char* smem) : args_(args), smem_(smem) {}
+
+  // Row `row` of `tile` lies in this block; -1: it is not to be read and becomes 0.
+  __device__ int find_block(const Piece& piece, int tile, int row) const {
+    const int key = tile * C::kKeys + row;
+    if (tile >= piece.tile_end || key < piece.span.key_begin || key >= piece.span.key_end) return -1;
+    return __ldg(args_.p.block_table + piece.entry.seq * args_.p.block_table_stride + key / args_.p.block_size);
+  }
+
+  // Tells all threads where row `row` of the tile for `stage` lies.
+  __device__ void publish_offset(const Piece& piece, int stage, int tile, int row, int block) {
+    const AttentionParams& p = args_.p;
+    constexpr int64_t kSize = C::kQuantized ? 1 : 2;
+    longlong2 offset = {-1, -1};
+    if (block >= 0) {
+      const int slot = (tile * C::kKeys + row) % p.block_size;
+      offset.x = kSize * (block * p.key_strides.block + slot * p.key_strides.slot + piece.head * p.key_strides.head);
+      offset.y =
+          kSize * (block * p.value_strides.block + slot * p.value_strides.slot + piece.head * p.value_strides.head);
+    }
+    offsets(stage)[row] = offset;
+  }
+
+  // The scales of row `row`, where they differ from token to token; 0 for a row that is not read.
+  __device__ void load_scales(const Piece& piece, int stage, int tile, int row, int block) {
+    load_scale(args_.p.k_scale, piece, scales(stage) + row, tile * C::kKeys + row, block);
+    load_scale(args_.p.v_scale, piece, scales(stage) + C::kKeys + row, tile * C::kKeys + row, block);
+  }
+
+  // The tile's keys and values; its offsets were published before the last barrier.
+  __device__ void load_tile(int stage) {
+    const AttentionParams& p = args_.p;
+    constexpr int kElementBytes = C::kQuantized ? 1 : 2;
+    constexpr int kRowChunks = C::kCacheRowBytes / 16, kRowsAtOnce = C::kThreads / kRowChunks;
+    const int chunk = threadIdx.x % kRowChunks;
+    const int there = max(0, min(16, p.head_dim * kElementBytes - chunk * 16));  // the rest of kHeadDim becomes 0
+    const unsigned char* keys = static_cast<const unsigned char*>(p.key_cache) + chunk * 16;
+    const unsigned char* values = static_cast<const unsigned char*>(p.value_cache) + chunk * 16;
+    unsigned char* to = stage_data(stage);
+    const longlong2* offset = offsets(stage);
+#pragma unroll
+    for (int i = 0; i < C::kKeys / kRowsAtOnce; ++i) {
+      const int row = threadIdx.x / kRowChunks + i * kRowsAtOnce;
+      const int place = C::kQuantized ? row * C::kCacheRowBytes + chunk * 16 : swizzled(row, chunk, C::kRowBytes);
+      const longlong2 from = offset[row];
+      const int bytes = from.x < 0 ? 0 : there;
+      copy_chunk<kElementBytes>(to + place, keys + (from.x < 0 ? 0 : from.x), bytes, args_.cache_bytes);
+      copy_chunk<kElementBytes>(to + C::kStageBytes / 2 + place, values + (from.x < 0 ? 0 : from.y), bytes,
+                                args_.cache_bytes);
+    }
+  }
+
+  // The query rows of the piece's tile; rows behind the last are 0.
+  __device__ void load_query(const Piece& piece) {
+    const AttentionParams& p = args_.p;
+    constexpr int kRowChunks = C::kRowBytes / 16, kRowsAtOnce = C::kThreads / kRowChunks;
+    const PlanEntry& e = piece.entry;
+    const int group = p.num_heads / p.num_kv_heads;
+    const int num_rows = min(C::kRows, e.q_len * group - e.first_row);
+    const int chunk = threadIdx.x % kRowChunks;
+    const int there = max(0, min(16, p.head_dim * 2 - chunk * 16));
+#pragma unroll 1
+    for (int row = threadIdx.x / kRowChunks; row < C::kRows; row += kRowsAtOnce) {
+      const int packed = e.first_row + min(row, num_rows - 1);
+      const int64_t from = (e.q_begin + packed / group) * p.query_strides.token +
+                           (piece.head * group + packed % group) * p.query_strides.head;
+      copy_chunk<2>(smem_ + C::kQuery + swizzled(row, chunk, C::kRowBytes),
+                    static_cast<const unsigned char*>(p.query) + from * 2 + chunk * 16, row < num_rows ? there : 0,
+                    args_.query_bytes);
+    }
+  }
+
+  // Quantised: the stage's tile pair, converted and laid out for ldmatrix.
+  __device__ void convert_tile(int stage) {
+    using T = typename C::T;
+    constexpr int kUnits = C::kHeadDim / 8;  // of eight elements, a row
+    const unsigned char* from = stage_data(stage);
+    const DType dtype = args_.p.cache_dtype;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < 2 * C::kKeys * kUnits; i += C::kThreads) {
+      const int row = i / kUnits, unit = i % kUnits;  // the rows of V follow those of K
+      const uint2 raw = *reinterpret_cast<const uint2*>(from + row * C::kHeadDim + unit * 8);
+      *reinterpret_cast<uint4*>(smem_ + C::kConverted + swizzled(row, unit, C::kRowBytes)) = convert8<T>(raw, dtype);
+    }
+  }
+
+  // K for ldmatrix; V follows C::kTileBytes behind.
+  __device__ uint32_t tile_address(int stage) const {
+    return ptx::smem_address(C::kQuantized ? smem_ + C::kConverted : stage_data(stage));
+  }
+  __device__ unsigned char* stage_data(int stage) const { return smem_ + C::kStages + stage * C::kStageBytes; }
+  __device__ float* scales(int stage) const {
+    return reinterpret_cast<float*>(smem_ + C::kStages + args_.stages * (C::kStageBytes + C::kOffsetBytes) +
+                                    stage * C::kScaleBytes);
+  }
+
+ private:
+  __device__ longlong2* offsets(int stage) const {
+    return reinterpret_cast<longlong2*>(smem_ + C::kStages + args_.stages * C::kStageBytes + stage * C::kOffsetBytes);
+  }
+  __device__ void load_scale(const ScaleView& scale, const Piece& piece, float* to, int key, int block) const {
+    if (!per_token(scale)) return;
+    const int64_t from = block < 0 ? 0
+                                   : block * scale.strides.block + key % args_.p.block_size * scale.strides.slot +
+                                         piece.head * scale.strides.head;
+    ptx::cp_async_4(ptx::smem_address(to), scale.data + from, block < 0 ? 0 : 4);
+  }
+
+  const KernelArgs& args_;
+  unsigned char* smem_;
+};
+
+}  // namespace paged_attn::mma

@@ -1,0 +1,163 @@
+// Who does what: the work list of a call and its cut into equal shares.
+//
+// The query rows of a KV head's group are packed, row = query token x group + head within the group, so that K and V
+// are read once a group.  A sequence's packed rows are cut into query tiles, the keys that a query tile sees into key
+// tiles. The list (sequence, query tile, KV head, key tile), flattened in this order, is cut into one contiguous share
+// a CTA
+// ("stream-K").  plan_kernel writes the list's query tiles; everything else follows from it on the device.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "../paths.h"
+
+namespace paged_attn::mma {
+
+struct TileShape {
+  int rows, keys;  // packed query rows and keys of a tile
+};
+
+// A query tile of the list.  An entry behind the last one holds the list's length in `begin`.
+struct alignas(16) PlanEntry {
+  int64_t begin;  // work before it, in (KV head, key tile) pairs
+  int q_begin;    // first row of its sequence in `query`
+  int q_len;      // query tokens of its sequence
+  int seq_len;
+  int seq;
+  int first_row;  // of the sequence's packed rows
+  int padding;
+};
+
+struct Plan {
+  int* num_entries;
+  PlanEntry* entries;
+};
+
+// The keys that a query tile needs.
+struct KeySpan {
+  int key_begin, key_end;    // seen by at least one row
+  int tile_begin, tile_end;  // key tiles that hold them; never none, so that every row gets written
+  int full_begin, full_end;  // seen by every row
+};
+
+// Without a window, p.window_size is 0; with one, it is at most 2^30 (host: clamp_window).
+__device__ inline KeySpan key_span(const AttentionParams& p, TileShape shape, const PlanEntry& e) {
+  const int group = p.num_heads / p.num_kv_heads;
+  const int first_position = e.seq_len - e.q_len + e.first_row / group;
+  const int last_position = e.seq_len - e.q_len + min((e.first_row + shape.rows - 1) / group, e.q_len - 1);
+  KeySpan s;
+  s.key_begin = p.window_size > 0 ? max(0, first_position - p.window_size + 1) : 0;
+  s.key_end = p.causal ? max(0, min(e.seq_len, last_position + 1)) : e.seq_len;
+  s.full_begin = p.window_size > 0 ? max(0, last_position - p.window_size + 1) : 0;
+  s.full_end = p.causal ? min(e.seq_len, first_position + 1) : e.seq_len;
+  s.tile_begin = min(s.key_begin, max(s.key_end - 1, 0)) / shape.keys;
+  s.tile_end = max(s.tile_begin + 1, (s.key_end + shape.keys - 1) / shape.keys);
+  return s;
+}
+
+// A run of key tiles of one query tile and KV head, done by one CTA without a break.
+struct Piece {
+  PlanEntry entry;
+  KeySpan span;
+  int head;                  // KV head
+  int tile_begin, tile_end;  // its key tiles
+  bool first, last;          // holds the first, the last key tile of span
+
+  __device__ bool whole() const { return first && last; }
+};
+
+// The item that begins in a CTA and ends in a later one.
+struct CutItem {
+  int entry;      // in the plan
+  int head;       // KV head
+  int num_parts;  // 0: there is none
+};
+
+// The pieces of one CTA, in order.  With unit_tiles > 0 (batch_invariant) pieces end at multiples of unit_tiles,
+// counted from key 0, and belong to the CTA whose share holds their first tile: the cut of a row depends on the row
+// alone. All threads of a warp walk together.
+class Walk {
+ public:
+  __device__ Walk(const AttentionParams& p, TileShape shape, const Plan& plan, int min_share, int unit_tiles)
+      : entries_(plan.entries), shape_(shape), unit_tiles_(unit_tiles), index_(0), next_begin_(0) {
+    const int count = *plan.num_entries;
+    const int64_t total = entries_[count].begin;
+    share_ = max((total + gridDim.x - 1) / gridDim.x, static_cast<int64_t>(min_share));
+    position_ = min(share_ * blockIdx.x, total);
+    end_ = min(position_ + share_, total);
+    if (position_ < end_) {
+      index_ = find(count);
+      load();
+    }
+  }
+
+  __device__ bool next(const AttentionParams& p, Piece& piece) {
+    while (position_ < end_) {
+      while (position_ >= next_begin_) {
+        ++index_;
+        load();
+      }
+      piece.entry = entry_;
+      piece.span = key_span(p, shape_, entry_);
+      const unsigned tiles = piece.span.tile_end - piece.span.tile_begin;
+      const unsigned offset = static_cast<unsigned>(position_ - entry_.begin);
+      piece.head = offset / tiles;
+      const int t = offset % tiles;
+      piece.tile_begin = piece.span.tile_begin + t;
+      const int unit_begin = unit_tiles_ > 0 ? piece.tile_begin / unit_tiles_ * unit_tiles_ : 0;
+      if (unit_tiles_ > 0) {
+        piece.tile_end = min(piece.span.tile_end, unit_begin + unit_tiles_);
+      } else {
+        piece.tile_end = piece.tile_begin + static_cast<int>(min(static_cast<int64_t>(tiles - t), end_ - position_));
+      }
+      position_ += piece.tile_end - piece.tile_begin;
+      piece.first = t == 0;
+      piece.last = piece.tile_end == piece.span.tile_end;
+      if (unit_tiles_ == 0 || piece.first || piece.tile_begin == unit_begin) return true;
+    }
+    return false;
+  }
+
+  // Of the balanced cut, after next: the item whose first but not last piece is `piece`.
+  __device__ CutItem cut_item(const Piece& piece) const {
+    const int64_t left = piece.span.tile_end - piece.tile_end;
+    return {index_, piece.head, 1 + static_cast<int>((left + share_ - 1) / share_)};
+  }
+
+ private:
+  // The last entry that begins at or before position_; 32 probes a round.
+  __device__ int find(int count) const {
+    const int lane = threadIdx.x % 32;
+    int low = 0, high = count;
+    while (high - low > 1) {
+      const int step = (high - low + 31) / 32;
+      const int probe = low + lane * step;
+      const unsigned hits = __ballot_sync(~0u, probe < high && entries_[probe].begin <= position_);
+      low += (31 - __clz(hits)) * step;
+      high = min(high, low + step);
+    }
+    return low;
+  }
+  __device__ void load() {
+    entry_ = entries_[index_];
+    next_begin_ = entries_[index_ + 1].begin;
+  }
+
+  const PlanEntry* entries_;
+  TileShape shape_;
+  int unit_tiles_, index_;
+  int64_t share_, position_, end_, next_begin_;
+  PlanEntry entry_;
+};
+
+// ---- Host
+// A bound on the query tiles of a call.
+inline int64_t max_plan_entries(const AttentionParams& p, TileShape shape) {
+  const int64_t packed_rows = static_cast<int64_t>(p.num_tokens) * (p.num_heads / p.num_kv_heads);
+  return packed_rows / shape.rows + p.num_seqs;
+}
+void launch_plan(const AttentionParams& p, QueryRange range, TileShape shape, const Plan& plan, cudaStream_t stream,
+                 bool dependent);
+
+}  // namespace paged_attn::mma

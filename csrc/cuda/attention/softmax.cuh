@@ -1,0 +1,41 @@
+// Scores, softmax state and row ends as contract.md defines them.  A state is (maximum, sum): the sum is that of
+// exp2(score - maximum), scores in log2 units; (-inf, 0) where no key was seen.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "ptx.cuh"
+
+namespace paged_attn {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// tanh with an absolute error of 1e-7 (tanh.approx has 5e-4, too much once multiplied by the cap).
+__device__ __forceinline__ float tanh_exp2(float x) { return 1.f - __fdividef(2.f, 1.f + ptx::exp2(2.f * kLog2e * x)); }
+__device__ __forceinline__ float soft_cap(float score, float cap) { return cap * tanh_exp2(__fdividef(score, cap)); }
+
+// What exponents are taken against: the maximum, or 0 where every score so far is -inf.
+__device__ __forceinline__ float exp2_reference(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
+
+struct RowEnd {
+  float output_scale;  // of the unnormalised output
+  float lse;           // natural logarithm
+};
+// `sink` is one more score without a value; null: none.
+__device__ __forceinline__ RowEnd finish_row(float maximum, float sum, const float* sink) {
+  if (sum == 0.f) return {0.f, sink ? *sink : -INFINITY};
+  float weight = 1.f;
+  if (sink) {
+    const float sink_score = *sink * kLog2e;
+    const float larger = fmaxf(maximum, sink_score);
+    weight = ptx::exp2(maximum - larger);
+    sum = sum * weight + ptx::exp2(sink_score - larger);
+    maximum = larger;
+  }
+  return {weight / sum, (maximum + log2f(sum)) * kLn2};
+}
+
+}  // namespace paged_attn
