@@ -30,10 +30,15 @@ cudaStream_t current_stream(int device) {
 void order_streams(int device, cudaStream_t earlier, cudaStream_t later) {
   const DeviceGuard guard(device);
   cudaEvent_t event;
-  STD_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-  STD_CUDA_CHECK(cudaEventRecord(event, earlier));
-  STD_CUDA_CHECK(cudaStreamWaitEvent(later, event, 0));
-  STD_CUDA_CHECK(cudaEventDestroy(event));
+  check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  check_cuda(cudaEventRecord(event, earlier));
+  check_cuda(cudaStreamWaitEvent(later, event, 0));
+  check_cuda(cudaEventDestroy(event));
+}
+
+// torch's own check is missing from a torch without CUDA, which must be able to load the library.
+void check_cuda(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA error: ") + cudaGetErrorString(error));
 }
 
 struct MarkedKey {
@@ -70,7 +75,7 @@ class TorchWorkspace final : public Workspace {
   void* marked(size_t bytes) override {
     cudaStreamCaptureStatus status;
     unsigned long long capture = 0;
-    STD_CUDA_CHECK(cudaStreamGetCaptureInfo(stream_, &status, &capture));
+    check_cuda(cudaStreamGetCaptureInfo(stream_, &status, &capture));
     if (status != cudaStreamCaptureStatusActive) capture = 0;
     const std::lock_guard<std::mutex> lock(marked_mutex);
     auto& memories = marked_memories();
@@ -84,7 +89,7 @@ class TorchWorkspace final : public Workspace {
     auto found = memories.find(key);
     if (found == memories.end() || found->second.size < bytes) {
       Tensor memory = empty(bytes);
-      STD_CUDA_CHECK(cudaMemsetAsync(memory.data_ptr(), 0xff, bytes, stream_));
+      check_cuda(cudaMemsetAsync(memory.data_ptr(), 0xff, bytes, stream_));
       if (found != memories.end()) memories.erase(found);
       found = memories.emplace(key, MarkedMemory{memory, bytes}).first;
     }
@@ -105,7 +110,7 @@ class TorchWorkspace final : public Workspace {
 struct Launch {
   explicit Launch(const Tensor& on)
       : guard(on.get_device_index()), stream(current_stream(on.get_device_index())), workspace(on, stream) {}
-  void check() const { STD_CUDA_KERNEL_LAUNCH_CHECK(); }
+  void check() const { check_cuda(cudaGetLastError()); }
 
   DeviceGuard guard;
   cudaStream_t stream;
