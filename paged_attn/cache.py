@@ -8,15 +8,17 @@ import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import _host, capacity
+from . import _host, capacity, pool_view
 from ._host import OutOfBlocks
-from .ops import copy_blocks, swap_blocks
+from ._staging import Staging
+from ._storage import KVStorage
 
 __all__ = ["Admission", "Batch", "CacheCorrupted", "CacheStats", "OutOfBlocks", "PagedKVCache", "Pin"]
 
@@ -106,9 +108,8 @@ class PagedKVCache:
     :func:`~paged_attn.paged_attention` take; after the model ran, ``commit`` counts the tokens.
 
     Every call either happens or raises with nothing changed. K/V are moved on the current stream of the device, so use
-    the cache on one stream, or order the streams. One thread schedules (every call that changes something); ``stats``,
-    ``describe``, ``length`` and the other readers may run in others at any time and see the state before or after a
-    call, never one in between.
+    the cache on one stream, or order the streams. One thread schedules; ``stats``, ``describe``, ``length`` and the
+    other readers may run in any thread at any time and see the state before or after a call, never one in between.
 
     Args:
         num_layers, num_blocks, num_kv_heads, head_dim: the pool holds ``num_blocks * block_size`` tokens of each layer.
@@ -151,27 +152,26 @@ class PagedKVCache:
             raise ValueError(f'layout: expected "HND" or "NHD", got {layout!r}')
         if not 0 <= watermark < 1:
             raise ValueError(f"watermark: expected a share in [0, 1), got {watermark}")
-        self.num_layers, self.num_blocks, self.num_kv_heads, self.head_dim = (
+        self.num_layers, self.num_blocks, self.num_host_blocks = num_layers, num_blocks, num_host_blocks
+        self.num_kv_heads, self.head_dim, self.block_size = num_kv_heads, head_dim, block_size
+        self.dtype, self.kv_dtype, self.kv_scale, self.layout = dtype, kv_dtype, kv_scale, layout
+        self.device = torch.empty(0, device=device).device
+        self.enable_prefix_caching = enable_prefix_caching
+
+        self._storage = KVStorage(
             num_layers,
             num_blocks,
+            num_host_blocks,
             num_kv_heads,
             head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            kv_scale=kv_scale,
+            device=self.device,
+            layout=layout,
         )
-        self.block_size, self.dtype, self.kv_dtype, self.kv_scale = block_size, dtype, kv_dtype, kv_scale
-        self.device = torch.empty(0, device=device).device
-        self.layout, self.num_host_blocks, self.enable_prefix_caching = layout, num_host_blocks, enable_prefix_caching
-
-        self._storage, self._scales = self._allocate(num_blocks, self.device, pinned=False)
-        on_gpu = self.device.type == "cuda"
-        self._host_storage, self._host_scales = self._allocate(num_host_blocks, torch.device("cpu"), pinned=on_gpu)
-        self._device_arrays = self._block_arrays(self._storage, self._scales)
-        self._host_arrays = self._block_arrays(self._host_storage, self._host_scales)
-        self._staging = None
-        if on_gpu:
-            from ._staging import Staging
-
-            self._staging = Staging(self.device)
-
+        self._staging = Staging(self.device) if self.device.type == "cuda" else None
         self._manager = _host.BlockManager(
             num_blocks,
             block_size,
@@ -188,41 +188,22 @@ class PagedKVCache:
 
     # ---- storage
 
-    def _allocate(self, num_blocks: int, device: torch.device, pinned: bool) -> tuple[Tensor, Tensor | None]:
-        """K and V of every layer, logically ``[2 * num_layers, num_blocks, block_size, num_kv_heads, head_dim]``."""
-        inner = (self.block_size, self.num_kv_heads) if self.layout == "NHD" else (self.num_kv_heads, self.block_size)
-        shape = (2 * self.num_layers, num_blocks, *inner, self.head_dim)
-        storage = torch.zeros(shape, dtype=self.kv_dtype or self.dtype, device=device, pin_memory=pinned)
-        if self.layout == "HND":
-            storage = storage.transpose(2, 3)
-        if self.kv_dtype is None:
-            return storage, None
-        scale_shape = {
-            "tensor": (1,),
-            "head": (self.num_kv_heads,),
-            "token_head": (num_blocks, self.block_size, self.num_kv_heads),
-        }[self.kv_scale]
-        return storage, torch.ones((2 * self.num_layers, *scale_shape), device=device, pin_memory=pinned)
-
-    def _block_arrays(self, storage: Tensor, scales: Tensor | None) -> list[Tensor]:
-        """Everything that belongs to a block, as tensors with the block first."""
-        per_token = scales is not None and self.kv_scale == "token_head"
-        return [*storage.unbind(0), *(scales.unbind(0) if per_token else ())]
-
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Key and value cache of a layer, ``[num_blocks, block_size, num_kv_heads, head_dim]`` each, views."""
         index = self._layer_index(index)
-        return self._storage[2 * index], self._storage[2 * index + 1]
+        kv = self._storage.kv
+        return kv[2 * index], kv[2 * index + 1]
 
     def scales(self, index: int) -> tuple[Tensor, Tensor]:
         """Float32 scales of a quantised layer's keys and values, views: 1 at first.
 
         Shape by ``kv_scale``: ``[1]``, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``.
         """
-        if self._scales is None:
+        scales = self._storage.scales
+        if scales is None:
             raise ValueError("scales: this cache is not quantised (kv_dtype=None)")
         index = self._layer_index(index)
-        return self._scales[2 * index], self._scales[2 * index + 1]
+        return scales[2 * index], scales[2 * index + 1]
 
     def _layer_index(self, index: int) -> int:
         if not -self.num_layers <= index < self.num_layers:
@@ -284,7 +265,7 @@ class PagedKVCache:
             result, copies = self._manager.add(token_ids, salt)
             if result is None:
                 with self._moving_blocks():
-                    copy_blocks(self._device_arrays, torch.from_numpy(copies))
+                    self._storage.copy(copies)
                 result = self._manager.finish_add()
             handle, num_computed = result
             self._register(seq_id, handle)
@@ -318,7 +299,7 @@ class PagedKVCache:
             if step is None:
                 with self._moving_blocks():
                     if copies is not None:
-                        copy_blocks(self._device_arrays, torch.from_numpy(copies))
+                        self._storage.copy(copies)
                     if staging:
                         buffer = staging.array(num_bytes)
                 step = manager.finish_prepare(buffer)
@@ -420,7 +401,7 @@ class PagedKVCache:
                 return mode
             with self._moving_blocks():
                 if len(mapping):
-                    swap_blocks(self._device_arrays, self._host_arrays, torch.from_numpy(mapping))
+                    self._storage.swap_out(mapping)
             self._manager.finish_swap_out()
             return mode
 
@@ -438,9 +419,9 @@ class PagedKVCache:
             swapped, mapping = self._manager.begin_resume(self._handles[seq_id])
             with self._moving_blocks():
                 if len(mapping) and swapped:
-                    swap_blocks(self._host_arrays, self._device_arrays, torch.from_numpy(mapping))
+                    self._storage.swap_in(mapping)
                 elif len(mapping):
-                    copy_blocks(self._device_arrays, torch.from_numpy(mapping))
+                    self._storage.copy(mapping)
             return self._manager.finish_resume()
 
     # ---- prefix cache
@@ -485,16 +466,19 @@ class PagedKVCache:
 
     def length(self, seq_id: Hashable) -> int:
         """Tokens with K/V: cached ones that were found, and committed ones. 0 after ``preempt(…, "recompute")``."""
-        return self._manager.length(self._handles[seq_id])
+        with self._lock:
+            return self._manager.length(self._handles[seq_id])
 
     def block_ids(self, seq_id: Hashable) -> list[int]:
         """Device blocks in order, reserved ones included; -1 where ``release_before`` gave one back."""
-        handle = self._handles[seq_id]
-        return [] if self._manager.state(handle) == "swapped" else self._manager.blocks(handle).tolist()
+        with self._lock:
+            handle = self._handles[seq_id]
+            return [] if self._manager.state(handle) == "swapped" else self._manager.blocks(handle).tolist()
 
     def state(self, seq_id: Hashable) -> str:
         """ "running", "swapped" or "dropped" (preempted for recomputation)."""
-        return self._manager.state(self._handles[seq_id])
+        with self._lock:
+            return self._manager.state(self._handles[seq_id])
 
     def stats(self) -> CacheStats:
         """Numbers of the moment."""
@@ -518,3 +502,38 @@ class PagedKVCache:
             fault = self._manager.check()
         if fault:
             raise CacheCorrupted(fault)
+
+    def describe(self) -> str:
+        """A text map of the pool: who holds which block, what is shared, cached, free."""
+        with self._lock:
+            snapshot = pool_view.PoolSnapshot.of(self._manager, self._handles)
+        return pool_view.describe(snapshot)
+
+    def plot(self, path: str | Path) -> None:
+        """Save a picture of the pool; the suffix of ``path`` says the format. Needs matplotlib.
+
+        Blocks coloured by holder, shared, cached or free; the tree of what sequences share; with ``events=True`` the
+        occupancy over time.
+        """
+        with self._lock:
+            snapshot = pool_view.PoolSnapshot.of(self._manager, self._handles)
+            events = self._manager.events()
+        pool_view.plot(snapshot, events, path)
+
+    def events(self, clear: bool = False) -> np.ndarray:
+        """The event log, oldest first; empty without ``events=True``.
+
+        Args:
+            clear: forget the events that are returned; numbers go on.
+
+        Returns:
+            A structured array: ``number`` counts from 0 without gaps; ``sequence`` (see ``event_seq_id``) or -1;
+            ``kind`` indexes ``paged_attn.pool_view.EVENT_KINDS``; ``block``; ``other``, the second block of a copy
+            (its destination) or swap (the host block), or -1. ``paged_attn.pool_view.occupancy`` replays it.
+        """
+        with self._lock:
+            return self._manager.events(clear)
+
+    def event_seq_id(self, sequence: int) -> Hashable:
+        """The sequence id behind an event's ``sequence``."""
+        return self._names[sequence]

@@ -260,7 +260,6 @@ class Manager {
   }
 
   py::array events(bool clear) {
-    PYBIND11_NUMPY_DTYPE(Event, number, sequence, kind, block, other);
     const py::array_t<Event> out = to_array(core.log().events());
     if (clear) core.log().clear();
     return out;
@@ -317,6 +316,7 @@ const char* state_name(SequenceState state) {
 
 PYBIND11_MODULE(_host, m) {
   m.doc() = "Block manager of the paged KV cache: allocation, sharing, prefix index, preemption. Moves no tensors.";
+  PYBIND11_NUMPY_DTYPE(Event, number, sequence, kind, block, other);
   py::register_exception<OutOfBlocks>(m, "OutOfBlocks", PyExc_RuntimeError);
 
   m.def("sha256", [](const py::bytes& data) {
