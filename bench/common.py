@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import random
 import statistics
 import subprocess
@@ -199,22 +200,37 @@ def _output_of(*command: str) -> str | None:
         return None
 
 
-def run_record() -> dict[str, object]:
+def _cpu_name() -> str:
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(": ")[2] for line in info.splitlines() if line.startswith("model name")), "CPU")
+
+
+def run_record(device: str = "cuda") -> dict[str, object]:
     """Where and when a result was measured. ``COMMIT`` in the environment names the commit outside a git checkout."""
-    properties = torch.cuda.get_device_properties(0)
-    driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    if device == "cpu":
+        facts: dict[str, object] = {"device": _cpu_name(), "threads": torch.get_num_threads()}
+    else:
+        properties = torch.cuda.get_device_properties(0)
+        facts = {
+            "device": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
+            "cuda": torch.version.cuda,
+        }
     return {
-        "device": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "driver": driver,
+        **facts,
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,
         "commit": os.environ.get("COMMIT") or _output_of("git", "rev-parse", "--short=12", "HEAD"),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
-def write_results(name: str, rows: Sequence[Mapping[str, object]], *, directory: Path = RESULTS, **facts) -> Path:
+def write_results(
+    name: str, rows: Sequence[Mapping[str, object]], *, device: str = "cuda", directory: Path = RESULTS, **facts
+) -> Path:
     """Write ``NAME.json``: the record of the run, ``facts`` (bytes formula, ceilings), and the rows."""
 
     def plain(value: object) -> object:
@@ -224,7 +240,11 @@ def write_results(name: str, rows: Sequence[Mapping[str, object]], *, directory:
 
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
-    result = {**run_record(), **facts, "rows": [{key: plain(value) for key, value in row.items()} for row in rows]}
+    result = {
+        **run_record(device),
+        **facts,
+        "rows": [{key: plain(value) for key, value in row.items()} for row in rows],
+    }
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
