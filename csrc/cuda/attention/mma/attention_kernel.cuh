@@ -95,19 +95,24 @@ __device__ void merge_warps_and_store(const KernelArgs& args, const Piece& piece
 }
 
 // What the threads of a CTA share, in shared memory to spare their registers.  Thread 0 writes it.
+template <class C>
 struct CtaState {
   Walk walk;
   Piece pieces[2];  // the present one and the next, taking turns
-  bool more[2];     // there is a piece
+  ScoreRule rules[2];
+  bool more[2];  // there is a piece
 
-  __device__ void advance(const AttentionParams& p, int which) { more[which] = walk.next(p, pieces[which]); }
+  __device__ void advance(const AttentionParams& p, int which) {
+    more[which] = walk.next(p, pieces[which]);
+    if (more[which]) rules[which] = score_rule<C>(p, pieces[which].head);
+  }
 };
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads) attention_kernel(const __grid_constant__ KernelArgs args) {
+__global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_constant__ KernelArgs args) {
   extern __shared__ __align__(128) unsigned char smem[];
-  static_assert(sizeof(CtaState) <= C::kStates - C::kShared);
-  CtaState& state = *reinterpret_cast<CtaState*>(smem + C::kShared);
+  static_assert(sizeof(CtaState<C>) <= C::kStates - C::kShared);
+  auto& state = *reinterpret_cast<CtaState<C>*>(smem + C::kShared);
   const AttentionParams& p = args.p;
   const int thread = threadIdx.x, warp = thread / 32;
   const int ahead = args.stages - 1;  // tiles in flight
@@ -145,7 +150,7 @@ __global__ void __launch_bounds__(C::kThreads) attention_kernel(const __grid_con
     const Piece& piece = state.pieces[which];
     Rows<C> rows;
     rows.clear();
-    const ScoreRule rule = score_rule<C>(p, piece.head);
+    const ScoreRule& rule = state.rules[which];
     int stage = 0, block = -1;
 #pragma unroll 1
     for (int tile = piece.tile_begin; tile < piece.tile_end; ++tile) {

@@ -11,13 +11,11 @@
 
 namespace paged_attn::mma {
 
-// One 16-byte chunk, of which `bytes` (0 to 16) are there and the rest becomes 0.  `copy` as in KernelArgs.  Chunks
-// copied element by element are visible after the next barrier like the others.
+// One 16-byte chunk, of which `bytes` (0 to 16) are there and the rest becomes 0, from an address that is no multiple
+// of 16; `copy` as in KernelArgs.  Chunks copied element by element are visible after the next barrier like the others.
 template <int kElementBytes>
-__device__ __forceinline__ void copy_chunk(unsigned char* dst, const unsigned char* src, int bytes, int copy) {
-  if (copy == 16) {
-    ptx::cp_async_16(ptx::smem_address(dst), src, bytes);
-  } else if (copy == 8) {
+__device__ __forceinline__ void copy_unaligned(unsigned char* dst, const unsigned char* src, int bytes, int copy) {
+  if (copy == 8) {
     ptx::cp_async_8(ptx::smem_address(dst), src, min(bytes, 8));
     ptx::cp_async_8(ptx::smem_address(dst + 8), bytes > 8 ? src + 8 : src, max(bytes - 8, 0));
   } else {
@@ -99,15 +97,26 @@ class Loader {
     const unsigned char* values = static_cast<const unsigned char*>(p.value_cache) + chunk * 16;
     unsigned char* to = stage_data(stage);
     const longlong2* offset = offsets(stage);
-#pragma unroll
-    for (int i = 0; i < C::kKeys / kRowsAtOnce; ++i) {
+    auto copy_row = [&](int i, auto copy) {
       const int row = threadIdx.x / kRowChunks + i * kRowsAtOnce;
       const int place = C::kQuantized ? row * C::kCacheRowBytes + chunk * 16 : swizzled(row, chunk, C::kRowBytes);
       const longlong2 from = offset[row];
-      const int bytes = from.x < 0 ? 0 : there;
-      copy_chunk<kElementBytes>(to + place, keys + (from.x < 0 ? 0 : from.x), bytes, args_.cache_bytes);
-      copy_chunk<kElementBytes>(to + C::kStageBytes / 2 + place, values + (from.x < 0 ? 0 : from.y), bytes,
-                                args_.cache_bytes);
+      const bool read = from.x >= 0;
+      copy(to + place, keys + (read ? from.x : 0), read ? there : 0);
+      copy(to + C::kStageBytes / 2 + place, values + (read ? from.y : 0), read ? there : 0);
+    };
+    if (args_.cache_bytes == 16) {
+#pragma unroll
+      for (int i = 0; i < C::kKeys / kRowsAtOnce; ++i)
+        copy_row(i, [](unsigned char* dst, const unsigned char* src, int bytes) {
+          ptx::cp_async_16(ptx::smem_address(dst), src, bytes);
+        });
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < C::kKeys / kRowsAtOnce; ++i)
+        copy_row(i, [this](unsigned char* dst, const unsigned char* src, int bytes) {
+          copy_unaligned<kElementBytes>(dst, src, bytes, args_.cache_bytes);
+        });
     }
   }
 
@@ -125,9 +134,13 @@ class Loader {
       const int packed = e.first_row + min(row, num_rows - 1);
       const int64_t from = (e.q_begin + packed / group) * p.query_strides.token +
                            (piece.head * group + packed % group) * p.query_strides.head;
-      copy_chunk<2>(smem_ + C::kQuery + swizzled(row, chunk, C::kRowBytes),
-                    static_cast<const unsigned char*>(p.query) + from * 2 + chunk * 16, row < num_rows ? there : 0,
-                    args_.query_bytes);
+      unsigned char* to = smem_ + C::kQuery + swizzled(row, chunk, C::kRowBytes);
+      const unsigned char* source = static_cast<const unsigned char*>(p.query) + from * 2 + chunk * 16;
+      const int bytes = row < num_rows ? there : 0;
+      if (args_.query_bytes == 16)
+        ptx::cp_async_16(ptx::smem_address(to), source, bytes);
+      else
+        copy_unaligned<2>(to, source, bytes, args_.query_bytes);
     }
   }
 
