@@ -19,6 +19,9 @@ from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent.resolve()
 TORCH_TARGET_VERSION = "0x020b000000000000"  # torch 2.11
+# torch defines these for nvcc, which takes conversions away from the 16-bit types.
+TORCH_NVCC_MACROS = ["__CUDA_NO_HALF_OPERATORS__", "__CUDA_NO_HALF_CONVERSIONS__", "__CUDA_NO_BFLOAT16_CONVERSIONS__"]
+TORCH_NVCC_MACROS += ["__CUDA_NO_HALF2_OPERATORS__"]
 DEFAULT_ARCH_LIST = "8.0+PTX;9.0a"
 
 
@@ -85,6 +88,7 @@ def ops_extension(cuda: Path | None) -> Extension:
         link += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
         cxx += ["-DUSE_CUDA", f'-DPAGED_ATTN_ARCHS="{archs}"', *define[1:]]
         nvcc = [
+            *(f"-U{macro}" for macro in TORCH_NVCC_MACROS),
             "-O3",
             "-std=c++17",
             "--expt-relaxed-constexpr",
