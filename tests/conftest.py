@@ -1,5 +1,6 @@
 """Fixtures: every test runs on each device there is, attention on CUDA once a backend."""
 
+import os
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,9 @@ CUDA = torch.cuda.is_available()
 DEVICES = ["cpu", "cuda"] if CUDA else ["cpu"]
 BACKENDS = ("auto", "mma", "sm90") if CUDA else ()
 TARGETS = [("cpu", "auto")] + [("cuda", backend) for backend in BACKENDS]
+
+# Each worker of pytest-xdist gets its share of the cores: more threads than cores would wait for one another.
+torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
 
 class Ops:

@@ -42,7 +42,8 @@ def test_query_stored_heads_first(attention_ops, step):
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 def test_out_with_strides(attention_ops, dtype, step):
     """``out`` is every second head of a wider tensor; it is what the call returns; its neighbours are untouched."""
-    batch = peaky_batch(*STEPS[step], dtype=dtype, padding_rows=2).to(attention_ops.device)
+    padding_rows = 2 if step == "mixed" else 0
+    batch = peaky_batch(*STEPS[step], dtype=dtype, padding_rows=padding_rows).to(attention_ops.device)
     expected = batch.run(attention_ops.paged_attention)
     wide = torch.full((batch.query.shape[0], 16, 64), 7.0, dtype=dtype, device=attention_ops.device)
     out = wide[:, ::2]
