@@ -2,7 +2,6 @@
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/macros.h>
 
 #include <map>
 #include <mutex>
@@ -20,9 +19,14 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
+// torch's own check is missing from a torch without CUDA, which must be able to load the library.
+void check_cuda(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA error: ") + cudaGetErrorString(error));
+}
+
 cudaStream_t current_stream(int device) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
@@ -34,11 +38,6 @@ void order_streams(int device, cudaStream_t earlier, cudaStream_t later) {
   check_cuda(cudaEventRecord(event, earlier));
   check_cuda(cudaStreamWaitEvent(later, event, 0));
   check_cuda(cudaEventDestroy(event));
-}
-
-// torch's own check is missing from a torch without CUDA, which must be able to load the library.
-void check_cuda(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA error: ") + cudaGetErrorString(error));
 }
 
 struct MarkedKey {
