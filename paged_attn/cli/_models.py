@@ -19,6 +19,8 @@ def load_model(path: str | None, device: str, dtype: torch.dtype):
     except ImportError:
         sys.exit("transformers is missing: pip install 'paged-attn[demo]'")
     logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     where, options = (path, {}) if path is not None else smollm2()
     tokenizer = AutoTokenizer.from_pretrained(where, **options)
     model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
