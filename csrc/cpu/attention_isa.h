@@ -150,7 +150,7 @@ inline void write_row(const AttentionParams& p, const QueryTile& tile, int row, 
 template <class T>
 class TileKernel {
  public:
-  TileKernel(const AttentionParams& p, const QueryTile& tile, float* scratch)
+  TileKernel(const AttentionParams& p, const QueryTile& tile, int64_t end, float* scratch)
       : p_(p), tile_(tile), group_(p.num_heads / p.num_kv_heads), stride_(padded(p.head_dim)) {
     const auto take = [&](int64_t floats) { return std::exchange(scratch, scratch + floats); };
     query_ = take(int64_t{kTileRows} * stride_);
@@ -159,15 +159,14 @@ class TileKernel {
     part_ = partial_at(take(partial_floats(kTileRows, p.head_dim)), kTileRows, p.head_dim);
     total_ = partial_at(take(partial_floats(kTileRows, p.head_dim)), kTileRows, p.head_dim);
     scores_ = take(kTileKeys * kStripRows);
-    key_scales_ = take(kTileKeys);
-    value_scales_ = take(kTileKeys);
     range_ = visible_keys(p, tile);
+    end_ = int(std::min<int64_t>(end, range_.end));
     load_query();
   }
 
   void all_splits() {
     clear_partial(total_, tile_.num_rows, stride_);
-    for (int split = range_.begin / kSplitKeys; split * int64_t{kSplitKeys} < range_.end; ++split) {
+    for (int split = range_.begin / kSplitKeys; split * int64_t{kSplitKeys} < end_; ++split) {
       one_split(split, part_);
       merge_partial(total_, part_, tile_.num_rows, stride_);
     }
@@ -176,11 +175,10 @@ class TileKernel {
 
   void one_split(int split, Partial part) {
     clear_partial(part, tile_.num_rows, stride_);
-    const int64_t begin = int64_t{split} * kSplitKeys;
-    const int64_t end = std::min<int64_t>(begin + kSplitKeys, range_.end);
-    int64_t first = begin;
-    if (range_.begin > begin) first = range_.begin / kTileKeys * kTileKeys;
-    for (; first < end; first += kTileKeys) one_tile(int(first), part);
+    const int64_t begin = int64_t{split} * kSplitKeys, end = std::min<int64_t>(begin + kSplitKeys, end_);
+    for (int64_t first = std::max<int64_t>(begin, range_.begin / kTileKeys * kTileKeys); first < end;
+         first += kTileKeys)
+      one_tile(int(first), part);
   }
 
  private:
@@ -198,51 +196,85 @@ class TileKernel {
     }
   }
 
-  void one_tile(int first, Partial part) {
-    const KeyRange keys{std::max(range_.begin - first, 0), std::min(range_.end - first, kTileKeys)};
-    load_tile(first, keys);
-    for (int r = 0; r < tile_.num_rows; r += kStripRows) {
-      const int rows = std::min(kStripRows, tile_.num_rows - r);
-      with_rows(rows, [&](auto constant) { one_strip<constant.value>(first, r, part); });
+  // Where the keys first + [keys.begin, keys.end) of a tile are.  Nothing else is read: other slots may hold anything,
+  // other entries of the table may name any block.
+  struct TileRows {
+    int first = -1;
+    KeyRange keys;
+    const T *key[kTileKeys], *value[kTileKeys];
+    float key_scale[kTileKeys], value_scale[kTileKeys];
+  };
+
+  void locate(int first, TileRows& rows) const {
+    if (rows.first == first) return;
+    rows.first = first;
+    rows.keys = {std::max(range_.begin - first, 0), std::min(end_ - first, kTileKeys)};
+    const int32_t* table = p_.block_table + tile_.seq * p_.block_table_stride;
+    const int64_t head = tile_.kv_head;
+    for (int i = rows.keys.begin; i < rows.keys.end;) {
+      const int64_t block = table[(first + i) / p_.block_size];
+      int64_t slot = (first + i) % p_.block_size;
+      const T* key = static_cast<const T*>(p_.key_cache) + block * p_.key_strides.block + head * p_.key_strides.head;
+      const T* value =
+          static_cast<const T*>(p_.value_cache) + block * p_.value_strides.block + head * p_.value_strides.head;
+      for (; slot < p_.block_size && i < rows.keys.end; ++slot, ++i) {
+        rows.key[i] = key + slot * p_.key_strides.slot;
+        rows.value[i] = value + slot * p_.value_strides.slot;
+        if constexpr (kQuantized) {
+          rows.key_scale[i] = scale_at(p_.k_scale, block, slot, head);
+          rows.value_scale[i] = scale_at(p_.v_scale, block, slot, head);
+        }
+      }
     }
   }
 
-  // K, transposed, and V of keys first + [keys.begin, keys.end).  Nothing else is read: other slots may hold anything,
-  // other entries of the table may name any block.
-  void load_tile(int first, KeyRange keys) {
-    const T *key_rows[kTileKeys], *value_rows[kTileKeys];
-    const int32_t* table = p_.block_table + tile_.seq * p_.block_table_stride;
-    for (int i = keys.begin; i < keys.end; ++i) {
-      const int64_t block = table[(first + i) / p_.block_size], slot = (first + i) % p_.block_size;
-      const auto row = [&](const void* cache, const BlockStrides& s) {
-        return static_cast<const T*>(cache) + block * s.block + slot * s.slot + tile_.kv_head * s.head;
-      };
-      key_rows[i] = row(p_.key_cache, p_.key_strides);
-      value_rows[i] = row(p_.value_cache, p_.value_strides);
-      if constexpr (kQuantized) {
-        key_scales_[i] = scale_at(p_.k_scale, block, slot, tile_.kv_head);
-        value_scales_[i] = scale_at(p_.v_scale, block, slot, tile_.kv_head);
-      }
+  void one_tile(int first, Partial part) {
+    // Read this tile while the next one is on its way from memory.
+    TileRows &now = located_[first / kTileKeys % 2], &next = located_[(first / kTileKeys + 1) % 2];
+    locate(first, now);
+    locate(first + kTileKeys, next);
+    load_keys(now, next);
+    load_values(now, next);
+    for (int r = 0; r < tile_.num_rows; r += kStripRows) {
+      const int rows = std::min(kStripRows, tile_.num_rows - r);
+      with_rows(rows, [&](auto constant) { one_strip<constant.value>(now, r, part); });
     }
+  }
+
+  void prefetch_row(const T* row) const {
+    constexpr int kLineElements = 64 / sizeof(T);
+    for (int d = 0; d < p_.head_dim; d += kLineElements) __builtin_prefetch(row + d, 0, 2);
+  }
+
+  void load_keys(const TileRows& now, const TileRows& next) {
+    const KeyRange keys = now.keys;
     for (int i = keys.begin / kLanes * kLanes; i < keys.end; i += kLanes) {
+      for (int j = std::max(i, next.keys.begin); j < std::min(i + kLanes, next.keys.end); ++j)
+        prefetch_row(next.key[j]);
+      const bool whole = i >= keys.begin && i + kLanes <= keys.end;
       for (int d = 0; d < p_.head_dim; d += kLanes) {
-        Vec rows[kLanes];
+        Vec block[kLanes];
+        if (whole && d + kLanes <= p_.head_dim) {
 #pragma GCC unroll 16
-        for (int j = 0; j < kLanes; ++j) {
-          const bool valid = i + j >= keys.begin && i + j < keys.end;
-          if (!valid)
-            rows[j] = Vec{};
-          else if (d + kLanes <= p_.head_dim)
-            rows[j] = load(key_rows[i + j] + d);
-          else
-            rows[j] = load_part(key_rows[i + j] + d, p_.head_dim - d);
+          for (int j = 0; j < kLanes; ++j) block[j] = load(now.key[i + j] + d);
+        } else {
+          for (int j = 0; j < kLanes; ++j) {
+            const bool valid = i + j >= keys.begin && i + j < keys.end;
+            block[j] = valid ? load_part(now.key[i + j] + d, std::min(kLanes, p_.head_dim - d)) : Vec{};
+          }
         }
-        transpose(rows);
+        transpose(block);
 #pragma GCC unroll 16
-        for (int j = 0; j < kLanes; ++j) store(keys_ + (d + j) * kTileKeys + i, rows[j]);
+        for (int j = 0; j < kLanes; ++j) store(keys_ + (d + j) * kTileKeys + i, block[j]);
       }
     }
-    for (int i = keys.begin; i < keys.end; ++i) load_row(value_rows[i], values_ + i * stride_, p_.head_dim);
+  }
+
+  void load_values(const TileRows& now, const TileRows& next) {
+    for (int i = now.keys.begin; i < now.keys.end; ++i) {
+      if (i >= next.keys.begin && i < next.keys.end) prefetch_row(next.value[i]);
+      load_row(now.value[i], values_ + i * stride_, p_.head_dim);
+    }
   }
 
   KeyRange row_keys(int row, int first) const {
@@ -251,17 +283,17 @@ class TileKernel {
   }
 
   template <int kRows>
-  void one_strip(int first, int r, Partial part) {
+  void one_strip(const TileRows& tile, int r, Partial part) {
     KeyRange keys[kRows], common{0, kTileKeys}, any{kTileKeys, 0};
     for (int i = 0; i < kRows; ++i) {
-      keys[i] = row_keys(r + i, first);
+      keys[i] = row_keys(r + i, tile.first);
       common = {std::max(common.begin, keys[i].begin), std::min(common.end, keys[i].end)};
       if (keys[i].begin < keys[i].end) any = {std::min(any.begin, keys[i].begin), std::max(any.end, keys[i].end)};
     }
     if (any.begin >= any.end) return;
     score_strip<kRows>(query_ + r * stride_, keys_, scores_, p_.head_dim);
     for (int i = 0; i < kRows; ++i)
-      if (keys[i].begin < keys[i].end) soften(first, r + i, keys[i], scores_ + i * kTileKeys, part);
+      if (keys[i].begin < keys[i].end) soften(tile, r + i, keys[i], scores_ + i * kTileKeys, part);
 
     // Each row multiplies the values of the keys that it sees, and no others, in their order.
     float* acc = part.acc + int64_t{r} * stride_;
@@ -279,16 +311,16 @@ class TileKernel {
   }
 
   // Raw scores of a row to weights exp(score - max), with the row's state brought up to date.
-  void soften(int first, int row, KeyRange keys, float* scores, Partial part) {
+  void soften(const TileRows& tile, int row, KeyRange keys, float* scores, Partial part) {
     constexpr int kVecs = kTileKeys / kLanes;
     const int query_row = tile_.first_row + row;
     const Vec lanes = lane_numbers();
     Vec s[kVecs], high = splat(-kInfinity);
     const float slope = p_.alibi_slopes == nullptr ? 0.f : p_.alibi_slopes[tile_.kv_head * group_ + query_row % group_];
-    const float distance = float(first - (tile_.seq_len - tile_.num_queries + query_row / group_));
+    const float distance = float(tile.first - (tile_.seq_len - tile_.num_queries + query_row / group_));
     for (int v = 0; v < kVecs; ++v) {
       s[v] = load(scores + v * kLanes) * p_.scale;
-      if constexpr (kQuantized) s[v] *= load(key_scales_ + v * kLanes);
+      if constexpr (kQuantized) s[v] *= load(tile.key_scale + v * kLanes);
       if (p_.softcap > 0.f) s[v] = p_.softcap * tanh(s[v] / p_.softcap);
       const Vec index = lanes + float(v * kLanes);
       if (p_.alibi_slopes != nullptr) s[v] += slope * (index + distance);
@@ -302,7 +334,7 @@ class TileKernel {
     for (int v = 0; v < kVecs; ++v) {
       Vec weight = exp(s[v] - base);
       sums += weight;
-      if constexpr (kQuantized) weight *= load(value_scales_ + v * kLanes);
+      if constexpr (kQuantized) weight *= load(tile.value_scale + v * kLanes);
       store(scores + v * kLanes, weight);
     }
     const float sum = reduce_sum(sums);
@@ -322,23 +354,24 @@ class TileKernel {
   const AttentionParams& p_;
   const QueryTile& tile_;
   const int group_, stride_;
-  KeyRange range_;                     // keys that any row sees
-  float* query_;                       // [rows, stride]
-  float* keys_;                        // [stride, kTileKeys]
-  float* values_;                      // [kTileKeys, stride]
-  float* scores_;                      // [kStripRows, kTileKeys]
-  float *key_scales_, *value_scales_;  // [kTileKeys]
+  TileRows located_[2];
+  int end_;         // of the keys to work on
+  KeyRange range_;  // keys that any row sees
+  float* query_;    // [rows, stride]
+  float* keys_;     // [stride, kTileKeys]
+  float* values_;   // [kTileKeys, stride]
+  float* scores_;   // [kStripRows, kTileKeys]
   Partial part_, total_;
 };
 
 template <class T>
 void attend(const AttentionParams& p, const QueryTile& tile, float* scratch) {
-  TileKernel<T>(p, tile, scratch).all_splits();
+  TileKernel<T>(p, tile, tile.seq_len, scratch).all_splits();
 }
 
 template <class T>
 void attend_split(const AttentionParams& p, const QueryTile& tile, int split, float* scratch, Partial result) {
-  TileKernel<T>(p, tile, scratch).one_split(split, result);
+  TileKernel<T>(p, tile, (int64_t{split} + 1) * kSplitKeys, scratch).one_split(split, result);
 }
 
 inline void finish(const AttentionParams& p, const QueryTile& tile, float* partials, int num_splits) {

@@ -31,39 +31,51 @@ PAGED_ATTN_INLINE V load_raw(const T* p) {
 PAGED_ATTN_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 PAGED_ATTN_INLINE Vec splat(float x) { return x - Vec{}; }
 
-PAGED_ATTN_INLINE Vec half_to_float(VecU16 h) {
+// Widening loads of kLanes integers, and halves to floats: what compilers do not make one instruction of.
 #if PAGED_ATTN_LANES == 16
-  return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)h);
+PAGED_ATTN_INLINE VecU16 widen(const uint8_t* p) { return (VecU16)_mm256_cvtepu8_epi16(load_raw<__m128i>(p)); }
+PAGED_ATTN_INLINE VecI32 widen(const int8_t* p) {
+  return (VecI32)_mm512_maskz_cvtepi8_epi32(0xffff, load_raw<__m128i>(p));
+}
+PAGED_ATTN_INLINE VecU32 widen(const uint16_t* p) {
+  return (VecU32)_mm512_maskz_cvtepu16_epi32(0xffff, load_raw<__m256i>(p));
+}
+PAGED_ATTN_INLINE Vec half_to_float(VecU16 h) { return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)h); }
 #elif PAGED_ATTN_LANES == 8
-  return (Vec)_mm256_cvtph_ps((__m128i)h);
+PAGED_ATTN_INLINE VecU16 widen(const uint8_t* p) {
+  return (VecU16)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+}
+PAGED_ATTN_INLINE VecI32 widen(const int8_t* p) {
+  return (VecI32)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
+PAGED_ATTN_INLINE VecU32 widen(const uint16_t* p) { return (VecU32)_mm256_cvtepu16_epi32(load_raw<__m128i>(p)); }
+PAGED_ATTN_INLINE Vec half_to_float(VecU16 h) { return (Vec)_mm256_cvtph_ps((__m128i)h); }
 #else
+PAGED_ATTN_INLINE VecU16 widen(const uint8_t* p) { return __builtin_convertvector(load_raw<VecU8>(p), VecU16); }
+PAGED_ATTN_INLINE VecI32 widen(const int8_t* p) { return __builtin_convertvector(load_raw<VecI8>(p), VecI32); }
+PAGED_ATTN_INLINE VecU32 widen(const uint16_t* p) { return __builtin_convertvector(load_raw<VecU16>(p), VecU32); }
+PAGED_ATTN_INLINE Vec half_to_float(VecU16 h) {
   const VecU32 x = __builtin_convertvector(h, VecU32), magnitude = x & 0x7fff;
   const Vec subnormal = __builtin_convertvector((VecI32)magnitude, Vec) * 0x1p-24f;
   const VecU32 normal = (magnitude << 13) + (112u << 23), special = (magnitude << 13) | 0x7f800000u;
   const VecU32 value = magnitude < 0x400 ? (VecU32)subnormal : magnitude < 0x7c00 ? normal : special;
   return (Vec)(value | (x & 0x8000) << 16);
-#endif
 }
+#endif
 
 // kLanes elements as floats.
 PAGED_ATTN_INLINE Vec load(const float* p) { return load_raw<Vec>(p); }
-PAGED_ATTN_INLINE Vec load(const BFloat16* p) {
-  return (Vec)(__builtin_convertvector(load_raw<VecU16>(p), VecU32) << 16);
-}
+PAGED_ATTN_INLINE Vec load(const BFloat16* p) { return (Vec)(widen(&p->bits) << 16); }
 PAGED_ATTN_INLINE Vec load(const Half* p) { return half_to_float(load_raw<VecU16>(p)); }
-PAGED_ATTN_INLINE Vec load(const Float8E5M2* p) {
-  return half_to_float(__builtin_convertvector(load_raw<VecU8>(p), VecU16) << 8);
-}
+PAGED_ATTN_INLINE Vec load(const Float8E5M2* p) { return half_to_float(widen(&p->bits) << 8); }
 // The bits of e4m3 moved into a half give 2^-8 of the value; its only special value is NaN.
 PAGED_ATTN_INLINE Vec load(const Float8E4M3* p) {
-  const VecU16 x = __builtin_convertvector(load_raw<VecU8>(p), VecU16), magnitude = x & 0x7f;
+  const VecU16 x = widen(&p->bits), magnitude = x & 0x7f;
   const VecU16 nan = (VecU16)(magnitude == 0x7f) & 0x7c00;
   return half_to_float((x & 0x80) << 8 | magnitude << 7 | nan) * 256.f;
 }
-PAGED_ATTN_INLINE Vec load(const int8_t* p) {
-  return __builtin_convertvector(__builtin_convertvector(load_raw<VecI8>(p), VecI32), Vec);
-}
-// The first n < kLanes elements, then zeros; reads nothing past them.
+PAGED_ATTN_INLINE Vec load(const int8_t* p) { return __builtin_convertvector(widen(p), Vec); }
+// The first n <= kLanes elements, then zeros; reads nothing past them.
 template <class T>
 PAGED_ATTN_INLINE Vec load_part(const T* p, int n) {
   T part[kLanes] = {};
