@@ -22,6 +22,8 @@ TORCH_TARGET_VERSION = "0x020b000000000000"  # torch 2.11
 # torch defines these for nvcc, which takes conversions away from the 16-bit types.
 TORCH_NVCC_MACROS = ["__CUDA_NO_HALF_OPERATORS__", "__CUDA_NO_HALF_CONVERSIONS__", "__CUDA_NO_BFLOAT16_CONVERSIONS__"]
 TORCH_NVCC_MACROS += ["__CUDA_NO_HALF2_OPERATORS__"]
+# Archives that are linked in (the CUDA runtime, libstdc++ of some compilers) must not shadow the process's own.
+HIDE_ARCHIVES = ["-Wl,--exclude-libs,ALL"]
 DEFAULT_ARCH_LIST = "8.0+PTX;9.0a"
 
 
@@ -70,7 +72,7 @@ def sources(*patterns: str) -> list[str]:
 def ops_extension(cuda: Path | None) -> Extension:
     define = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
     include = cpp_extension.include_paths()
-    link = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+    link = [*HIDE_ARCHIVES, "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
     library_dirs = cpp_extension.library_paths()
     cxx = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", *define]
     nvcc: list[str] = []
@@ -119,6 +121,7 @@ def host_extension() -> Extension:
         sources("csrc/host/*.cpp"),
         include_dirs=[pybind11.get_include()],
         extra_compile_args={"cxx": ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-Wall"]},
+        extra_link_args=HIDE_ARCHIVES,
         language="c++",
     )
 
