@@ -1,0 +1,344 @@
+"""Chunked prefill, verification and mixed batches: time and TFLOP/s beside FlashInfer and torch's own attention.
+
+A case ``S x q on L`` has S sequences of L tokens in the cache whose last q are the queries. Arithmetic is 4 x heads x
+head_dim for every visible (query, key) pair. FlashInfer runs on the same blocks where it can be imported; torch's flash
+and cuDNN attention run on contiguous keys and values, one for every query head. All kernels of a case take turns in
+random order: the chip is at its power cap, and the clock is part of the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+import paged_attn
+from bench import common
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Case:
+    """``options`` go to ``paged_attention``."""
+
+    name: str
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    layout: str = "HND"
+    dtype: torch.dtype = torch.bfloat16
+    options: dict[str, object] = field(default_factory=dict)
+    backend: str = "auto"
+
+    @property
+    def flops(self) -> float:
+        pairs = 0
+        window = self.options.get("window_size")
+        for q, length in zip(self.query_lens, self.seq_lens):
+            for seen in range(length - q + 1, length + 1) if self.options.get("causal", True) else [length] * q:
+                pairs += min(seen, window) if window else seen
+        return 4.0 * self.heads * self.head_dim * pairs
+
+
+def uniform(sequences: int, query_len: int, seq_len: int, **changes) -> Case:
+    name = f"{sequences} x {query_len} on {seq_len}"
+    return Case(name, [query_len] * sequences, [seq_len] * sequences, **changes)
+
+
+PREFILL = [
+    uniform(4, 4096, 4096),
+    uniform(1, 16384, 16384),
+    uniform(1, 2048, 8192),
+    uniform(1, 2048, 32768),
+    uniform(8, 512, 8192),
+]
+VERIFY = [uniform(16, 4, 8192), uniform(64, 8, 2048)]
+
+
+def variants(base: Case) -> list[Case]:
+    """The same arithmetic in other shapes, layouts and with the options of the contract."""
+    changes = {
+        "D 64": {"head_dim": 64},
+        "D 96": {"head_dim": 96},
+        "D 192": {"head_dim": 192},
+        "D 256": {"head_dim": 256},
+        "fp16": {"dtype": torch.float16},
+        "group 1": {"kv_heads": 32},
+        "group 7": {"heads": 28, "kv_heads": 4},
+        "NHD": {"layout": "NHD"},
+        "blocks of 8": {"block_size": 8},
+        "blocks of 128": {"block_size": 128},
+        "not causal": {"options": {"causal": False}},
+        "window 1024": {"options": {"window_size": 1024}},
+        "soft cap": {"options": {"softcap": 30.0}},
+        "ALiBi": {"options": {"alibi_slopes": torch.logspace(-1, -3, base.heads)}},
+        "sinks": {"options": {"sinks": torch.zeros(base.heads)}},
+        "mma": {"backend": "mma"},
+    }
+    return [base, *(replace(base, name=f"{base.name}, {name}", **change) for name, change in changes.items())]
+
+
+class Inputs:
+    """The tensors of a case on the GPU: ``sets`` caches to rotate through, one query and one block table."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.table, self.num_blocks = common.random_block_table(case.seq_lens, case.block_size)
+        cache_bytes = 4 * self.num_blocks * case.block_size * case.kv_heads * case.head_dim
+        self.sets = min(common.rotation(cache_bytes), 16)
+        self.caches = common.paged_caches(
+            self.num_blocks,
+            case.block_size,
+            case.kv_heads,
+            case.head_dim,
+            sets=self.sets,
+            dtype=case.dtype,
+            layout=case.layout,
+        )
+        shape = (sum(case.query_lens), case.heads, case.head_dim)
+        self.query = torch.randn(shape, device="cuda").to(case.dtype)
+        self.out = torch.empty_like(self.query)
+        self.seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32, device="cuda")
+        starts = [0]
+        for length in case.query_lens:
+            starts.append(starts[-1] + length)
+        self.cu_seqlens_q = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        self.options = {
+            name: value.cuda() if isinstance(value, Tensor) else value for name, value in case.options.items()
+        }
+
+    def ours(self, backend: str) -> common.Kernel:
+        def call(i: int) -> None:
+            paged_attn.paged_attention(
+                self.query,
+                *self.caches[i % self.sets],
+                self.table,
+                self.seq_lens,
+                cu_seqlens_q=self.cu_seqlens_q,
+                max_seqlen_q=max(self.case.query_lens),
+                out=self.out,
+                backend=backend,
+                **self.options,
+            )
+
+        return call
+
+    def flashinfer(self, backend: str) -> common.Kernel | None:
+        try:
+            flashinfer = importlib.import_module("flashinfer")
+        except ImportError:
+            return None
+        case = self.case
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), case.layout, backend=backend
+        )
+        counts = (self.seq_lens + case.block_size - 1) // case.block_size
+        indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
+        indices = torch.cat([row[:count] for row, count in zip(self.table, counts.tolist())])
+        wrapper.plan(
+            self.cu_seqlens_q,
+            indptr,
+            indices,
+            (self.seq_lens - 1) % case.block_size + 1,
+            case.heads,
+            case.kv_heads,
+            case.head_dim,
+            case.block_size,
+            causal=True,
+            q_data_type=case.dtype,
+            kv_data_type=case.dtype,
+        )
+        stored = [
+            tuple(t if case.layout == "NHD" else t.transpose(1, 2) for t in pair) for pair in self.caches
+        ]  # as FlashInfer names them
+        return lambda i: wrapper.run(self.query, stored[i % self.sets], out=self.out)
+
+    def torch_attention(self, kind: str) -> common.Kernel:
+        """Contiguous ``[S, heads, L, D]`` keys and values, gathered from the first cache."""
+        case = self.case
+        sequences, query_len, seq_len = len(case.query_lens), case.query_lens[0], case.seq_lens[0]
+
+        def contiguous(cache: Tensor) -> Tensor:
+            tokens = cache[self.table.long()].reshape(sequences, -1, case.kv_heads, case.head_dim)[:, :seq_len]
+            return tokens.transpose(1, 2).repeat_interleave(case.heads // case.kv_heads, dim=1).contiguous()
+
+        key, value = (contiguous(cache) for cache in self.caches[0])
+        query = self.query.view(sequences, query_len, case.heads, case.head_dim).transpose(1, 2).contiguous()
+        if kind == "flash":  # its causal mask is aligned at the bottom right
+            return lambda i: aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)
+        return lambda i: aten._scaled_dot_product_cudnn_attention(query, key, value, None, False, 0.0, True)
+
+
+class Clock:
+    """The SM clock right after a kernel: cycles of a multiprocessor over nanoseconds of the global timer."""
+
+    SOURCE = """
+    extern "C" __global__ void clock_kernel(long long* out) {
+      long long t0, t1, c0 = clock64();
+      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t0));
+      do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t1)); while (t1 - t0 < 100000);
+      out[0] = clock64() - c0, out[1] = t1 - t0;
+    }
+    """
+
+    def __init__(self) -> None:
+        self._kernel = torch.cuda._compile_kernel(self.SOURCE, "clock_kernel")
+        self._out = torch.zeros(2, dtype=torch.int64, device="cuda")
+
+    def after(self, kernel: common.Kernel, us: float) -> int:
+        """MHz after about 20 ms of a kernel that takes ``us``."""
+        samples = []
+        for _ in range(3):
+            for i in range(max(2, round(20e3 / us))):
+                kernel(i)
+            self._kernel(grid=(1, 1, 1), block=(1, 1, 1), args=[self._out])
+            cycles, nanoseconds = self._out.tolist()
+            samples.append(1e3 * cycles / nanoseconds)
+        return round(statistics.median(samples))
+
+
+def kernels_of(case: Case, inputs: Inputs, peers: bool) -> dict[str, common.Kernel]:
+    kernels = {"ours": inputs.ours(case.backend)}
+    if not peers:
+        return kernels
+    for backend in ("fa2", "fa3"):
+        try:
+            kernel = inputs.flashinfer(backend)
+        except Exception as error:
+            print(f"flashinfer {backend}: {type(error).__name__}: {str(error)[:100]}")
+            kernel = None
+        if kernel:
+            kernels[f"flashinfer {backend}"] = kernel
+    kernels["torch flash"] = inputs.torch_attention("flash")
+    if case.query_lens == case.seq_lens:  # cuDNN's mask is aligned at the top left
+        kernels["torch cuDNN"] = inputs.torch_attention("cudnn")
+    return kernels
+
+
+def measure(case: Case, clock: Clock, rounds: int, peers: bool) -> dict[str, object]:
+    inputs = Inputs(case)
+    kernels = kernels_of(case, inputs, peers)
+    times = common.time_kernels(kernels, sets=inputs.sets, rounds=rounds)
+    ours = times["ours"]
+    row: dict[str, object] = {
+        "case": case.name,
+        "us": ours,
+        "TFLOP/s": case.flops / ours.us * 1e-6,
+        "MHz": clock.after(kernels["ours"], ours.us),
+    }
+    for name, timing in times.items():
+        if name != "ours":
+            row |= {f"{name} us": timing, f"{name} TFLOP/s": case.flops / timing.us * 1e-6}
+    others = [timing.us for name, timing in times.items() if name != "ours"]
+    if others:
+        row["times the best peer"] = min(others) / ours.us
+    torch.cuda.empty_cache()
+    return row
+
+
+def measure_mixed(rounds: int) -> list[dict[str, object]]:
+    """A serving step: 64 decode rows at 4k and one 2,048-token chunk on 8k, in one call and as two."""
+    decode = Inputs(Case("64 decode rows at 4096", [1] * 64, [4096] * 64))
+    chunk = Inputs(uniform(1, 2048, 8192))
+    both = Inputs(Case("both in one call", [1] * 64 + [2048], [4096] * 64 + [8192]))
+    parts = {"decode": decode, "chunk": chunk, "both": both}
+    times = common.time_kernels(
+        {name: inputs.ours("auto") for name, inputs in parts.items()}, sets=both.sets, rounds=rounds
+    )
+    total = times["decode"].us + times["chunk"].us
+    return [
+        {"case": inputs.case.name, "us": times[name], "of the sum of both": times[name].us / total}
+        for name, inputs in parts.items()
+    ]
+
+
+def float64_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """``[H, q, D]`` queries at the end of ``[H, L, D]`` keys and values, causal."""
+    scores = query.double() @ key.double().transpose(1, 2) * query.shape[-1] ** -0.5
+    rows, columns = scores.shape[1:]
+    hidden = torch.ones(rows, columns, dtype=torch.bool, device=query.device).triu(columns - rows + 1)
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value.double()
+
+
+def accuracy(dtype: torch.dtype, head_dim: int, query_len: int = 512, seq_len: int = 2048) -> dict[str, object]:
+    """Errors against float64 on the same rounded inputs, beside torch's flash attention; scores with a spread of 4."""
+    case = uniform(1, query_len, seq_len, heads=8, kv_heads=2, head_dim=head_dim, dtype=dtype)
+    inputs = Inputs(case)
+    inputs.query.mul_(4)
+    inputs.ours(case.backend)(0)
+    ours = inputs.out.transpose(0, 1)
+    tokens = [
+        cache[inputs.table[0].long()].reshape(-1, case.kv_heads, head_dim).transpose(0, 1).repeat_interleave(4, dim=0)
+        for cache in inputs.caches[0]
+    ]
+    query, (key, value) = inputs.query.transpose(0, 1), (t.contiguous() for t in tokens)
+    flash = aten._scaled_dot_product_flash_attention(query[None], key[None], value[None], 0.0, True)[0][0]
+    expected = float64_attention(query, key, value)
+
+    def error(actual: Tensor) -> tuple[float, float]:
+        difference = (actual.double() - expected).abs()
+        return difference.square().mean().sqrt().item(), difference.max().item()
+
+    (rms, worst), (flash_rms, flash_worst) = error(ours), error(flash)
+    return {
+        "case": f"{str(dtype).removeprefix('torch.')}, D {head_dim}",
+        "rms error": rms,
+        "torch flash rms": flash_rms,
+        "rms ratio": rms / flash_rms,
+        "worst ratio": worst / flash_worst,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", choices=["prefill", "verify", "variants", "mixed", "accuracy"])
+    arguments = parser.parse_args()
+    common.require_cuda()
+    torch.manual_seed(0)
+    clock = Clock()
+    rounds = arguments.rounds
+
+    def section(make: Callable[[], list[dict[str, object]]], name: str) -> list[dict[str, object]]:
+        if arguments.only not in (None, name):
+            return []
+        rows = make()
+        print(f"\n{name}")
+        common.print_table(rows)
+        return rows
+
+    peers = section(lambda: [measure(case, clock, rounds, peers=True) for case in PREFILL], "prefill")
+    verify = section(lambda: [measure(case, clock, rounds, peers=True) for case in VERIFY], "verify")
+    others = section(lambda: [measure(case, clock, rounds, peers=False) for case in variants(PREFILL[0])], "variants")
+    mixed = section(lambda: measure_mixed(rounds), "mixed")
+    errors = section(
+        lambda: [accuracy(t, d) for t in (torch.bfloat16, torch.float16) for d in (64, 128, 256)], "accuracy"
+    )
+    if arguments.only:
+        return
+    path = common.write_results(
+        "prefill",
+        [*peers, *verify, *others],
+        flops="4 x heads x head_dim x visible (query, key) pairs",
+        mixed=[{**row, "us": round(row["us"].us, 2)} for row in mixed],
+        accuracy=errors,
+    )
+    names = [key.removesuffix(" TFLOP/s") for key in peers[0] if key.endswith(" TFLOP/s")]
+    series = {"ours": [row["TFLOP/s"] for row in peers]}
+    series |= {name: [row.get(f"{name} TFLOP/s", 0.0) for row in peers] for name in names}
+    common.bar_chart(
+        path.with_suffix(".svg"), [row["case"] for row in peers], series, ylabel="TFLOP/s", title="Chunked prefill"
+    )
+
+
+if __name__ == "__main__":
+    main()

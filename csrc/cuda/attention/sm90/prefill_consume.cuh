@@ -1,0 +1,365 @@
+// A consumer warpgroup: 64 rows of a tile against all of its keys.
+//
+// Step j: issue S = Q K_j, issue O += P V_(j+1), wait for S, softmax(S) while P V runs, wait for it, rescale O, pack P.
+// The two warpgroups take turns in issuing, so that one does softmax while the other has the tensor cores.
+//
+// Accumulator element 4b + e (e = 0, 1) of lane l is row l / 4, column 8b + 2 (l % 4) + e of the warp's 16 rows;
+// element 4b + 2 + e is row l / 4 + 8.  So a thread has two rows, "0" and "1", shared by four neighbouring lanes.
+#pragma once
+
+#include "../ptx.cuh"
+#include "../softmax.cuh"
+#include "prefill_cluster.cuh"
+#include "prefill_load.cuh"
+#include "prefill_wgmma.cuh"
+
+namespace paged_attn::sm90 {
+
+// 2^x for x <= 0 without the special function unit, which is the bottleneck where head_dim is small: n + f with |f| <=
+// 1/2, 2^f by a polynomial (relative error 1e-4, under the rounding of P), n added to the exponent.
+__device__ __forceinline__ float exp2_polynomial(float x) {
+  constexpr float kRound = 12582912.f;  // 1.5 x 2^23: adding it leaves the nearest integer in the low bits
+  x = fmaxf(x, -126.f);
+  const float t = x + kRound, f = x - (t - kRound);
+  const float y = fmaf(fmaf(fmaf(0.05517167f, f, 0.24261112f), f, 0.69326099f), f, 0.99992807f);
+  return __int_as_float(__float_as_int(y) + (__float_as_int(t) << 23));
+}
+
+template <class Traits>
+class PrefillConsumer {
+ public:
+  __device__ __forceinline__ PrefillConsumer(const PrefillParams& p, PrefillSmem<Traits> smem)
+      : p_(p), smem_(smem), tiles_{smem} {}
+
+  __device__ __forceinline__ void run() {
+    if (warpgroup() == kConsumers - 1) pass_turn();  // the first warpgroup begins
+    while (true) {
+      tiles_.wait();
+      const bool more = tiles_.read().seq >= 0;
+      if (more) {
+        start_rows();
+        attend();
+        finish_rows();
+      }
+      tiles_.release();
+      if (!more) break;
+    }
+  }
+
+ private:
+  using T = typename Traits::T;
+  static constexpr int kKeys = Traits::kKeys, kHeadDim = Traits::kHeadDim;
+  static constexpr int kTurnBarrier = 1, kWarpgroupBarrier = kTurnBarrier + kConsumers;
+
+  __device__ __forceinline__ int rank() const { return blockIdx.x % kClusterSize; }
+  __device__ __forceinline__ int warpgroup() const { return threadIdx.x / 128 - 1; }
+  __device__ __forceinline__ int warp() const { return threadIdx.x / 32 % 4; }  // of the warpgroup
+  __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
+
+  __device__ __forceinline__ void take_turn() { ptx::named_barrier_sync(kTurnBarrier + warpgroup(), 128 * kConsumers); }
+  __device__ __forceinline__ void pass_turn() {
+    ptx::named_barrier_arrive(kTurnBarrier + (warpgroup() + 1) % kConsumers, 128 * kConsumers);
+  }
+  __device__ __forceinline__ void warpgroup_sync() { ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup(), 128); }
+
+  __device__ __forceinline__ int cta_row(const Tile& tile) const { return tile.first_row + rank() * kCtaRows; }
+  __device__ __forceinline__ int warp_row(const Tile& tile) const {
+    return cta_row(tile) + warpgroup() * kWarpgroupRows + warp() * 16;
+  }
+  __device__ __forceinline__ int thread_row(const Tile& tile, int which) const {
+    return warp_row(tile) + lane() / 4 + which * 8;
+  }
+
+  // The values in use are those of the step before.
+  __device__ __forceinline__ RingPosition<Traits::kStages> key() const { return {steps_}; }
+  __device__ __forceinline__ RingPosition<Traits::kStages> value() const { return {steps_ - 1}; }
+  __device__ __forceinline__ RingPosition<Traits::kQueryBuffers> query() const {
+    uint32_t count = tiles_.position.count;
+    asm volatile(""
+                 : "+r"(count));  // else addresses and descriptors of Q are kept over the steps, in registers we lack
+    return {count};
+  }
+
+  __device__ __forceinline__ void start_rows() {
+    max_[0] = max_[1] = -INFINITY;
+    sum_[0] = sum_[1] = 0.f;
+#pragma unroll
+    for (float& x : o_) x = 0.f;
+    const Tile tile = tiles_.read();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = thread_row(tile, r);
+      token_[r] = row / p_.group;
+      if constexpr (Traits::kScoreMods) {
+        const float* slopes = p_.attention.alibi_slopes;
+        const int head = tile.kv_head * p_.group + row - token_[r] * p_.group;
+        slope_[r] = slopes ? __ldg(slopes + head) * kLog2e : 0.f;
+      }
+    }
+    const uint32_t query_address = smem_.query(query().slot(), warpgroup());
+    ptx::mbarrier_wait(smem_.query_full(query().slot(), warpgroup()), query().parity());
+    if constexpr (Traits::kQueryInRegisters) {
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 16; ++i) {
+        const int row = warp() * 16 + lane() % 16, chunk = 2 * i + lane() / 16;
+        uint32_t (&fragment)[4] = *reinterpret_cast<uint32_t (*)[4]>(q_ + 4 * i);
+        ptx::ldmatrix_x4(fragment,
+                         query_address + chunk / 8 * Traits::kQueryPartBytes + row * 128 + ((chunk ^ row) % 8) * 16);
+      }
+      pin(q_);
+    }
+  }
+
+  __device__ __forceinline__ void attend() {
+    const Tile tile = tiles_.read();
+    const Steps steps = tile_steps<kKeys>(p_, tile);
+    if (steps.last < steps.first) return;
+    const int row = cta_row(tile);
+    const KeyRange keys = key_range(p_.attention, tile, row / p_.group, (row + kCtaRows - 1) / p_.group);
+    full_begin_ = (keys.all_begin + kKeys - 1) / kKeys;
+    full_end_ = max(keys.all_end, 0) / kKeys;
+
+    issue_scores();
+    pass_turn();
+    wgmma_wait<0>();
+    pin(s_);
+    release_key();
+    softmax<true>(steps.last);
+    pack();
+    ++steps_;
+    for (int step = steps.last - 1; step >= steps.first; --step) {
+      if (is_full(step))
+        next_step<false>(step);
+      else
+        next_step<true>(step);
+    }
+    issue_output(steps.first);
+    wgmma_wait<0>();
+    pin(o_);
+    release_value();
+  }
+
+  // Every row of the CTA sees every key of the step.
+  __device__ __forceinline__ bool is_full(int step) const { return step >= full_begin_ && step < full_end_; }
+
+  template <bool kMasked>
+  __device__ __forceinline__ void next_step(int step) {
+    issue_scores();
+    issue_output(step + 1);
+    pass_turn();
+    wgmma_wait<1>();
+    pin(s_);
+    release_key();
+    softmax<kMasked>(step);
+    if constexpr (Traits::kHold) hold(step_sum_);
+    wgmma_wait<0>();
+    pin(o_);
+    pin(p_frag_);
+    release_value();
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) o_[i] *= rescale_[i / 2 % 2];
+    pack();
+    ++steps_;
+  }
+
+  __device__ __forceinline__ void issue_scores() {
+    ptx::mbarrier_wait(smem_.key_full(key().slot()), key().parity());
+    take_turn();
+    const uint64_t keys = matrix_descriptor(smem_.key(key().slot()), 16, 1024);
+    const uint64_t queries = matrix_descriptor(smem_.query(query().slot(), warpgroup()), 16, 1024);
+    pin(s_);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 16; ++i) {
+      const uint64_t b = keys + (i / 4 * Traits::kPartBytes + i % 4 * 32) / 16;
+      if constexpr (Traits::kQueryInRegisters)
+        Wgmma<kKeys>::template rs<T, 0>(s_, q_ + 4 * i, b, i > 0);
+      else
+        Wgmma<kKeys>::template ss<T, 0>(s_, queries + (i / 4 * Traits::kQueryPartBytes + i % 4 * 32) / 16, b, i > 0);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_output(int step) {
+    ptx::mbarrier_wait(smem_.value_full(value().slot()), value().parity());
+    if (!is_full(step)) clear_values(step);
+    const uint64_t values = matrix_descriptor(smem_.value(value().slot()), Traits::kPartBytes, 1024);
+    pin(o_);
+    pin(p_frag_);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i)
+      Wgmma<kHeadDim>::template rs<T, 1>(o_, p_frag_ + 4 * i, values + i * 2048 / 16, 1);
+    wgmma_commit();
+  }
+
+  // Rows of V that are no token's, or that no query token of the sequence sees, may hold NaN, and 0 x NaN is NaN.  Both
+  // warpgroups clear them, each before its own use.
+  __device__ __forceinline__ void clear_values(int step) {
+    const Tile tile = tiles_.read();
+    const int begin = first_visible_key(p_.attention, tile) - step * kKeys, end = tile.seq_len - step * kKeys;
+    if (begin <= 0 && end >= kKeys) return;
+    constexpr int kChunks = kHeadDim / 8;
+    for (int i = threadIdx.x % 128; i < kKeys * kChunks; i += 128) {
+      const int row = i % kKeys, chunk = i / kKeys;
+      if (row >= begin && row < end) continue;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
+                       smem_.value(value().slot()) + chunk / 8 * Traits::kPartBytes + row * 128 + chunk % 8 * 16),
+                   "r"(0)
+                   : "memory");
+    }
+    ptx::fence_proxy_async();
+    warpgroup_sync();
+  }
+
+  // The barriers of both CTAs: either may be about to load into both.
+  __device__ __forceinline__ void release_key() {
+    if (lane() < kClusterSize) cluster_arrive(cluster_address(smem_.key_empty(key().slot()), lane()));
+  }
+  __device__ __forceinline__ void release_value() {
+    if (lane() < kClusterSize) cluster_arrive(cluster_address(smem_.value_empty(value().slot()), lane()));
+  }
+
+  // Raw products to scores in units of log2.
+  __device__ __forceinline__ void modify_scores(int step) {
+    if (p_.cap_log2 > 0.f) {
+#pragma unroll
+      for (float& x : s_) x = p_.cap_log2 * tanh_exp2(x * p_.cap_rate);
+    } else {
+#pragma unroll
+      for (float& x : s_) x *= p_.scale_log2;
+    }
+    if (p_.attention.alibi_slopes) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int position = tiles_.read().first_position() + token_[r];
+        const float distance = static_cast<float>(step * kKeys + lane() % 4 * 2 - position);
+#pragma unroll
+        for (int b = 0; b < kKeys / 8; ++b)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) s_[4 * b + 2 * r + e] += slope_[r] * (distance + static_cast<float>(8 * b + e));
+      }
+    }
+  }
+
+  // S becomes P, unnormalised; the running maximum and sum follow, and rescale_ says what O lacks.
+  template <bool kMasked>
+  __device__ __forceinline__ void softmax(int step) {
+    if constexpr (Traits::kScoreMods) modify_scores(step);
+    if constexpr (kMasked) {
+      const Tile tile = tiles_.read();
+      const int column = step * kKeys + lane() % 4 * 2;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const KeyRange keys = key_range(p_.attention, tile, token_[r], token_[r]);
+        const int begin = keys.any_begin - column, end = keys.any_end - column;
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i) {
+          const int key = i / 2 * 8 + i % 2;
+          if (key < begin || key >= end) s_[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+        }
+      }
+    }
+    const float scale = score_scale();
+    step_sum_ = 0.f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float m = max_[r];
+#pragma unroll
+      for (int b = 0; b < kKeys / 8; ++b) m = fmaxf(m, fmaxf(s_[4 * b + 2 * r], s_[4 * b + 2 * r + 1]));
+      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+      m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+      const float offset = kMasked ? exp2_reference(m * scale) : m * scale;
+      rescale_[r] = ptx::exp2(max_[r] * scale - offset);
+      max_[r] = m;
+      float sum = 0.f;
+#pragma unroll
+      for (int b = 0; b < kKeys / 8; ++b) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float x = s_[4 * b + 2 * r + e] * scale - offset;
+          if constexpr (Traits::kPoly > 0 && !kMasked)
+            s_[4 * b + 2 * r + e] = b % Traits::kPoly == 0 ? exp2_polynomial(x) : ptx::exp2(x);
+          else
+            s_[4 * b + 2 * r + e] = ptx::exp2(x);
+        }
+        sum += s_[4 * b + 2 * r] + s_[4 * b + 2 * r + 1];
+      }
+      sum_[r] = sum_[r] * rescale_[r] + sum;
+      step_sum_ += sum;
+    }
+  }
+  __device__ __forceinline__ float score_scale() const { return Traits::kScoreMods ? 1.f : p_.scale_log2; }
+
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) p_frag_[i] = ptx::pack<T>(s_[2 * i], s_[2 * i + 1]);
+  }
+
+  // Normalises, and writes output (through this warpgroup's part of the query buffer, then whole rows) and LSE.
+  __device__ __forceinline__ void finish_rows() {
+    const AttentionParams& a = p_.attention;
+    const Tile tile = tiles_.read();
+    float output_scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = sum_[r];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int token = token_[r];
+      const int head = tile.kv_head * p_.group + thread_row(tile, r) - token * p_.group;
+      const RowEnd end = finish_row(max_[r] * score_scale(), sum, a.sinks ? a.sinks + head : nullptr);
+      output_scale[r] = end.output_scale;
+      if (a.lse && lane() % 4 == 0 && token < tile.q_len)
+        a.lse[static_cast<int64_t>(tile.q_begin + token) * a.num_heads + head] = end.lse;
+    }
+
+    if constexpr (!Traits::kQueryInRegisters) warpgroup_sync();  // the other warps are done with Q
+    const uint32_t staging = smem_.query(query().slot(), warpgroup()) + warp() * 16 * 128;
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 4; ++i) {
+      const int b = i / 2, r = i % 2;
+      const uint32_t address = staging + b / 8 * Traits::kQueryPartBytes + r * 1024 + lane() / 4 * 128 +
+                               ((b % 8) ^ (lane() / 4)) * 16 + lane() % 4 * 4;
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(address),
+                   "r"(ptx::pack<T>(o_[2 * i] * output_scale[r], o_[2 * i + 1] * output_scale[r]))
+                   : "memory");
+    }
+    __syncwarp();
+    constexpr int kChunks = kHeadDim / 8, kRowsAtOnce = 32 / kChunks;
+    const int chunk = lane() % kChunks;
+    T* out = static_cast<T*>(a.out) + tile.q_begin * a.out_strides.token +
+             static_cast<int64_t>(tile.kv_head) * p_.group * a.out_strides.head + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
+      const int r = i * kRowsAtOnce + lane() / kChunks;
+      const int row = warp_row(tile) + r, token = row / p_.group;
+      uint4 v;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                   : "r"(staging + chunk / 8 * Traits::kQueryPartBytes + r * 128 + ((chunk ^ r) % 8) * 16)
+                   : "memory");
+      if (token < tile.q_len && chunk * 8 < a.head_dim)
+        *reinterpret_cast<uint4*>(out + token * a.out_strides.token + (row - token * p_.group) * a.out_strides.head) =
+            v;
+    }
+    __syncwarp();
+    if (lane() == 0) ptx::mbarrier_arrive(smem_.query_empty(query().slot(), warpgroup()));
+  }
+
+  const PrefillParams& p_;
+  const PrefillSmem<Traits> smem_;
+  TileRing<Traits> tiles_;
+  uint32_t steps_ = 0;  // done with Q K, over all tiles
+
+  float s_[kKeys / 2];  // scores, then probabilities
+  float o_[kHeadDim / 2];
+  uint32_t p_frag_[kKeys / 4];  // packed probabilities, as the A operand of P V
+  uint32_t q_[Traits::kQueryInRegisters ? kHeadDim / 4 : 1];
+  float max_[2], sum_[2], rescale_[2], step_sum_;
+  int token_[2];               // of the thread's rows
+  int full_begin_, full_end_;  // steps that need no mask
+  float slope_[2];             // in units of log2
+};
+
+}  // namespace paged_attn::sm90

@@ -1,0 +1,71 @@
+// The prefill kernel and its launch, for one instance.
+//
+// A persistent grid of pairs of CTAs (clusters).  Each CTA has three warpgroups: the first gives its registers away and
+// loads (prefill_load.cuh), the others compute 64 rows of the tile each (prefill_consume.cuh).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../empty_rows.cuh"
+#include "prefill_layout.cuh"
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // elsewhere the kernel is empty
+#include "prefill_consume.cuh"
+#include "prefill_load.cuh"
+#endif
+
+namespace paged_attn::sm90 {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    prefill_kernel(const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map,
+                   const __grid_constant__ PrefillParams p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ char dynamic_smem[];
+  const PrefillSmem<Traits> smem{(ptx::smem_address(dynamic_smem) + 1023) & ~1023u};
+  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, rank = blockIdx.x % kClusterSize;
+  if (threadIdx.x == 0) {
+    constexpr int kReaders = 4 * kConsumers * kClusterSize;  // warps that read a stage, in the pair
+    for (int i = 0; i < Traits::kStages; ++i) {
+      ptx::mbarrier_init(smem.key_full(i), 1);
+      ptx::mbarrier_init(smem.value_full(i), 1);
+      ptx::mbarrier_init(smem.key_empty(i), kReaders);
+      ptx::mbarrier_init(smem.value_empty(i), kReaders);
+    }
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(smem.tile_full(i), 1);
+      ptx::mbarrier_init(smem.tile_empty(i), TileRing<Traits>::kReaders);
+    }
+    for (int i = 0; i < Traits::kQueryBuffers; ++i)
+      for (int w = 0; w < kConsumers; ++w) {
+        ptx::mbarrier_init(smem.query_full(i, w), 1);
+        ptx::mbarrier_init(smem.query_empty(i, w), 4);
+      }
+    ptx::mbarrier_init_fence();
+    ptx::tensor_map_prefetch(&key_map);
+    ptx::tensor_map_prefetch(&value_map);
+  }
+  ptx::pdl_launch_dependents();
+  __syncthreads();
+  cluster_sync();
+  ptx::pdl_wait();
+  if (p.range.owns_empty) write_empty_rows<typename Traits::T>(p.attention);
+
+  if (warpgroup == 0) {
+    give_registers<Traits::kProducerRegisters>();
+    if (warp == 0)
+      produce_tiles<Traits>(p, smem, rank);
+    else if (warp == 1)
+      produce_keys<Traits>(p, &key_map, smem, rank);
+    else if (warp == 2)
+      produce_values<Traits>(p, &value_map, smem, rank);
+    else
+      produce_queries<Traits>(p, smem, rank);
+  } else {
+    take_registers<Traits::kConsumerRegisters>();
+    PrefillConsumer<Traits>(p, smem).run();
+  }
+  cluster_sync();  // the other CTA may still load, store or arrive here
+#endif
+}
+
+}  // namespace paged_attn::sm90
