@@ -7,6 +7,7 @@ import hashlib
 import struct
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 
 from paged_attn import OutOfBlocks
 
@@ -67,8 +68,8 @@ class ModelManager:
             del self.device_copy[host]
 
     def peek(self, count: int, keep: set[int] = frozenset()) -> list[int]:
-        blocks = self.unused[::-1][:count]
-        blocks += [b for b in self.lru if b not in keep][: count - len(blocks)]
+        blocks = self.unused[-count:][::-1] if count else []
+        blocks += islice((b for b in self.lru if b not in keep), count - len(blocks))
         assert len(blocks) == count
         return blocks
 
