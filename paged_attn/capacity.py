@@ -1,8 +1,10 @@
 """How much memory the cache takes, and what fits into a given amount."""
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -98,3 +100,45 @@ def blocks_in_budget(
     if budget < block:
         raise ValueError(f"bytes_or_fraction: no block fits, {what} against {block} bytes a block")
     return budget // block
+
+
+@dataclass(frozen=True)
+class Use:
+    """What live sequences take while they decode, averaged over decode steps.
+
+    Attributes:
+        reserved: slots a sequence.
+        filled: tokens a sequence.
+        refused: share of the requests that are too long.
+    """
+
+    reserved: float
+    filled: float
+    refused: float = 0.0
+
+    @property
+    def waste(self) -> float:
+        """Reserved but empty slots over reserved slots."""
+        return 1 - self.filled / self.reserved
+
+
+def paged_use(input_lens: np.ndarray, output_lens: np.ndarray, block_size: int) -> Use:
+    """Requests of these lengths in blocks: slots in whole blocks up to the current length."""
+    steps = np.maximum(output_lens, 1)
+    filled = steps * input_lens + steps * (steps + 1) // 2
+    reserved = _reserved_up_to(input_lens + steps, block_size) - _reserved_up_to(input_lens, block_size)
+    return Use(reserved.sum() / steps.sum(), filled.sum() / steps.sum())
+
+
+def _reserved_up_to(length: np.ndarray, block_size: int) -> np.ndarray:
+    """Sum of ``ceil(n / block_size) * block_size`` for n from 1 to ``length``."""
+    whole, rest = length // block_size, length % block_size
+    return block_size * (block_size * (whole * (whole + 1) // 2) + rest * (whole + 1))
+
+
+def contiguous_use(input_lens: np.ndarray, output_lens: np.ndarray, max_len: int) -> Use:
+    """The same requests, each with a reservation of ``max_len`` slots; longer ones are refused."""
+    fits = input_lens + output_lens <= max_len
+    if not fits.any():
+        return Use(max_len, 0.0, 1.0)
+    return Use(max_len, paged_use(input_lens[fits], output_lens[fits], 1).filled, 1 - fits.mean())
