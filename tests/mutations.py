@@ -465,6 +465,7 @@ def first_failure(module: ModuleType, checks: Iterator[Callable[[Ops], None]]) -
 
 
 def main() -> int:
+    torch.set_num_threads(1)
     rows, survivors = [], 0
     for op, (mutations, checks) in SUITES.items():
         failure = first_failure(mutant(), checks())
