@@ -188,12 +188,15 @@ class Engine:
             sequence.token_times.append(now)
             self._counts.generated_tokens += 1
             reason = self._stop_reason(sequence, token)
-            outputs.append(self._finish(sequence, reason, [token]) if reason else _news(sequence, [token]))
+            if reason is None:
+                outputs.append(Output(sequence.request.request_id, sequence.index, [token]))
+            else:
+                outputs.append(self._finish(sequence, reason, [token]))
         return outputs
 
     def _stop_reason(self, sequence: Sequence, token: int) -> str | None:
         params = sequence.request.params
-        if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
+        if (token in self.eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids:
             return "stop"
         if params.stop:
             text = self.tokenizer.decode(sequence.generated)
@@ -246,10 +249,6 @@ class Engine:
     def stats(self) -> EngineStats:
         self._counts.preemptions = self.scheduler.num_preemptions
         return self._counts
-
-
-def _news(sequence: Sequence, tokens: list[int]) -> Output:
-    return Output(sequence.request.request_id, sequence.index, tokens)
 
 
 def make_cache(model: torch.nn.Module, num_blocks: int | None = None, **options) -> paged_attn.PagedKVCache:

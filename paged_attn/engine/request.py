@@ -6,6 +6,7 @@ import enum
 import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,8 @@ class Sequence:
     finish_reason: str | None = None
     token_times: list[float] = field(default_factory=list)
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
+    def __post_init__(self):
+        self.prompt_len = len(self.request.prompt)
 
     @property
     def total(self) -> int:
@@ -105,7 +105,7 @@ class Sequence:
     @property
     def exhausted(self) -> bool:
         """All tokens it may generate are sampled, read or not."""
-        return self.total - self.prompt_len >= self.request.params.max_tokens
+        return len(self.tokens) + self.in_flight - self.prompt_len >= self.request.params.max_tokens
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,7 @@ class Completion:
     token_times: list[float]
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """News of one sample: tokens generated since its last output, and the whole when it has ended."""
 
     request_id: int | str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import paged_attn
 from paged_attn.engine.request import Request, Sequence, State
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from paged_attn.cache import Batch
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Tokens ``start .. start + length - 1`` of a sequence; ``samples`` get a token each from its last logits."""
 
     sequence: Sequence
@@ -31,14 +30,10 @@ class Step:
     batch: Batch
     handle: Any = None  # the runner's: where the sampled tokens will be
 
-    @property
-    def samples(self) -> list[Sequence]:
-        return [sequence for row in self.rows for sequence in row.samples]
-
-    @property
-    def is_decode(self) -> bool:
-        """Every row runs one token and samples one."""
-        return all(row.length == 1 and len(row.samples) == 1 for row in self.rows)
+    def __post_init__(self):
+        self.samples = [sequence for row in self.rows for sequence in row.samples]
+        # every row runs one token and samples one
+        self.is_decode = self.batch.max_seqlen_q == 1 and all(len(row.samples) == 1 for row in self.rows)
 
 
 class Scheduler:
@@ -110,7 +105,7 @@ class Scheduler:
         for sequence in self.running:
             if sequence.exhausted:
                 continue
-            left = len(sequence.tokens) + sequence.in_flight - sequence.computed
+            left = sequence.total - sequence.computed
             if left > 1:
                 prompts.append(sequence)
             elif left == 1 and budget:
@@ -130,11 +125,11 @@ class Scheduler:
 
     @staticmethod
     def _row(sequence: Sequence, budget: int) -> Row:
-        length = min(sequence.total - sequence.computed, budget)
-        if sequence.computed + length < sequence.total:
-            return Row(sequence, sequence.computed, length, [])
-        first = sequence.total == sequence.prompt_len
-        return Row(sequence, sequence.computed, length, sequence.request.sequences if first else [sequence])
+        start, total = sequence.computed, sequence.total
+        if start + budget < total:
+            return Row(sequence, start, budget, [])
+        first = total == sequence.prompt_len
+        return Row(sequence, start, total - start, sequence.request.sequences if first else [sequence])
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its blocks and slots, if there are enough now."""
