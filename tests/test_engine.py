@@ -246,3 +246,39 @@ def test_fused_weights_are_not_held_twice():
     attention = model.model.layers[0].self_attn
     Engine(model, num_blocks=8)
     assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.k_proj.weight.untyped_storage().data_ptr()
+
+
+def test_blocks_behind_the_window_are_given_back(device):
+    engine = make_engine("mistral", device)  # a window of 6 tokens in blocks of 4
+    engine.add_request([5, 6, 7], SamplingParams(max_tokens=40))
+    used = []
+    while engine.has_work:
+        engine.step()
+        used.append(engine.cache.stats().blocks_used)
+    assert max(used) <= 3
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("kv_scale", ["tensor", "token_head"])
+def test_quantised_pages_on_every_route(device, kv_scale):
+    """The fused forward, the attention hook and generate() read and write the same quantised keys and values."""
+    from paged_attn.integrations.transformers import PagedCache
+
+    prompt, model = [5, 6, 7, 8, 9], tiny_model("llama", device)
+    options = {"kv_dtype": torch.int8, "kv_scale": kv_scale, "num_blocks": 16, "block_size": 4}
+    routes = []
+    for fused in (True, False):
+        engine = make_engine("llama", device, fused=fused, **options)
+        set_scales(engine.cache)
+        routes.append(engine.generate([prompt], SamplingParams(max_tokens=12))[0].token_ids)
+    cache = PagedCache.for_model(model, **options)
+    set_scales(cache.kv_cache)
+    routes.append(generate(model, prompt, 12, "paged_attn", past_key_values=cache))
+    assert routes[0] == routes[1] == routes[2]
+
+
+def set_scales(cache) -> None:
+    if cache.kv_scale == "tensor":
+        for i in range(cache.num_layers):
+            for scale in cache.scales(i):
+                scale.fill_(0.05)

@@ -77,7 +77,7 @@ class Engine:
         self.max_model_len = min(max_model_len or _trained_length(model), _trained_length(model))
         self.tokenizer = tokenizer
         self.eos_token_ids = _eos(model) if eos_token_ids is None else frozenset(eos_token_ids)
-        self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, preemption)
+        self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, preemption, _window(model))
         self.overlap = on_gpu if overlap is None else overlap
         self.runner = Runner(
             make_forward(model, self.cache, fused, compile),
@@ -274,3 +274,10 @@ def _trained_length(model: torch.nn.Module) -> int:
 def _eos(model: torch.nn.Module) -> frozenset[int]:
     eos = getattr(model.generation_config, "eos_token_id", None)
     return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _window(model: torch.nn.Module) -> int | None:
+    """The sliding window, where all layers have it."""
+    config = model.config.get_text_config(decoder=True)
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    return window if kinds is None or all(kind == "sliding_attention" for kind in kinds) else None

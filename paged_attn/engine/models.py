@@ -76,6 +76,7 @@ class _Layer:
     down: Tensor
     key_cache: Tensor
     value_cache: Tensor
+    scales: dict[str, Tensor]
 
 
 class LlamaForward:
@@ -94,7 +95,7 @@ class LlamaForward:
         self.eps = config.rms_norm_eps
         self.scale = base.layers[0].self_attn.scaling
         self.embedding, self.norm, self.lm_head = base.embed_tokens.weight, base.norm.weight, model.lm_head.weight
-        self.layers = [self._fuse(layer, *cache.layer(i)) for i, layer in enumerate(base.layers)]
+        self.layers = [self._fuse(layer, cache, i) for i, layer in enumerate(base.layers)]
         positions = torch.arange(config.max_position_embeddings, device=model.device)[None]
         halves = [table[0, :, : self.head_dim // 2] for table in base.rotary_emb(self.norm, positions)]
         self.cos_sin = torch.cat(halves, dim=-1)
@@ -116,7 +117,10 @@ class LlamaForward:
         )
 
     @staticmethod
-    def _fuse(layer: torch.nn.Module, key_cache: Tensor, value_cache: Tensor) -> _Layer:
+    def _fuse(layer: torch.nn.Module, cache: paged_attn.PagedKVCache, index: int) -> _Layer:
+        from paged_attn.integrations.transformers import scale_options
+
+        key_cache, value_cache = cache.layer(index)
         attention, mlp = layer.self_attn, layer.mlp
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         return _Layer(
@@ -129,6 +133,7 @@ class LlamaForward:
             down=mlp.down_proj.weight,
             key_cache=key_cache,
             value_cache=value_cache,
+            scales=scale_options(cache, index),
         )
 
     def __call__(self, inputs: Inputs) -> Tensor:
@@ -144,7 +149,15 @@ class LlamaForward:
         qkv = F.linear(normed, w.qkv, w.qkv_bias).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         query, key, value = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         paged_attn.rope_write_kv(
-            query, key, value, inputs.positions, self.cos_sin, w.key_cache, w.value_cache, inputs.slot_mapping
+            query,
+            key,
+            value,
+            inputs.positions,
+            self.cos_sin,
+            w.key_cache,
+            w.value_cache,
+            inputs.slot_mapping,
+            **w.scales,
         )
         attended = paged_attn.paged_attention(
             query,
@@ -156,6 +169,7 @@ class LlamaForward:
             max_seqlen_q=inputs.max_seqlen_q,
             scale=self.scale,
             metadata_ready=metadata_ready,
+            **w.scales,
         )
         hidden = hidden.addmm_(attended.flatten(1), w.output.t())
         normed = F.rms_norm(hidden, w.mlp_norm.shape, w.mlp_norm, self.eps)

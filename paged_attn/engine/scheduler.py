@@ -44,8 +44,16 @@ class Scheduler:
     owner writes them, since all work is in stream order.
     """
 
-    def __init__(self, cache: paged_attn.PagedKVCache, max_num_seqs: int, max_batch_tokens: int, preemption: str):
+    def __init__(
+        self,
+        cache: paged_attn.PagedKVCache,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        preemption: str,
+        window_size: int | None,
+    ):
         self.cache = cache
+        self.window_size = window_size  # of every layer; blocks behind it are given back
         self.max_batch_tokens = max_batch_tokens
         self.preemption = preemption
         self.waiting: deque[Sequence] = deque()
@@ -78,6 +86,11 @@ class Scheduler:
             [token for row in rows for token in row.sequence.tokens[row.start : row.start + row.length]],
             [row.length for row in rows],
         )
+        if self.window_size is not None:
+            for row in rows:  # the next token stands at start + length and sees window_size keys, itself included
+                first_visible = row.start + row.length - self.window_size + 1
+                if first_visible >= self.cache.block_size:
+                    self.cache.release_before(row.sequence.seq_id, first_visible)
         for row in rows:
             children = [child for child in row.samples[1:] if child.state is not State.FINISHED]
             if children:

@@ -86,6 +86,13 @@ class PageWriter(Cache):
         raise NotImplementedError
 
 
+def scale_options(kv_cache: paged_attn.PagedKVCache, layer_idx: int) -> dict:
+    """The scales of a quantised layer as keywords of the ops; nothing for one that is not."""
+    if kv_cache.kv_dtype is None:
+        return {}
+    return dict(zip(("k_scale", "v_scale"), kv_cache.scales(layer_idx)))
+
+
 class PagedCache(PageWriter):
     """Keys and values of ``generate()`` in pages.
 
@@ -122,8 +129,9 @@ class PagedCache(PageWriter):
         if mask is not None:
             options.check_mask(mask)
         key_cache, value_cache = self.kv_cache.layer(layer_idx)
+        scales = scale_options(self.kv_cache, layer_idx)
         paged_attn.write_kv(
-            step.pack(update.key), step.pack(update.value), key_cache, value_cache, step.batch.slot_mapping
+            step.pack(update.key), step.pack(update.value), key_cache, value_cache, step.batch.slot_mapping, **scales
         )
         packed = paged_attn.paged_attention(
             step.pack(query),
@@ -134,6 +142,7 @@ class PagedCache(PageWriter):
             cu_seqlens_q=step.batch.cu_seqlens_q,
             max_seqlen_q=query_len,
             **options.as_kwargs(),
+            **scales,
         )
         if layer_idx == self.kv_cache.num_layers - 1:
             self._end(query_len)
@@ -270,7 +279,8 @@ class StepCache(PageWriter):
         inputs = self.inputs
         key_cache, value_cache = self.kv_cache.layer(update.layer_idx)
         key, value = update.key[0].transpose(0, 1), update.value[0].transpose(0, 1)
-        paged_attn.write_kv(key, value, key_cache, value_cache, inputs.slot_mapping)
+        scales = scale_options(self.kv_cache, update.layer_idx)
+        paged_attn.write_kv(key, value, key_cache, value_cache, inputs.slot_mapping, **scales)
         return paged_attn.paged_attention(
             query[0].transpose(0, 1),
             key_cache,
@@ -281,6 +291,7 @@ class StepCache(PageWriter):
             max_seqlen_q=inputs.max_seqlen_q,
             metadata_ready=update.layer_idx > 0,
             **options.as_kwargs(),
+            **scales,
         )[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

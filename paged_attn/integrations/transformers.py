@@ -20,10 +20,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import paged_attn
 from paged_attn.integrations._options import AttentionOptions
-from paged_attn.integrations._paged_cache import PagedCache, StepCache, cache_shape, pending_update
+from paged_attn.integrations._paged_cache import PagedCache, StepCache, cache_shape, pending_update, scale_options
 from paged_attn.integrations._paged_continuous import continuous_attention
 
-__all__ = ["NAME", "PagedCache", "StepCache", "cache_shape", "register"]
+__all__ = ["NAME", "PagedCache", "StepCache", "cache_shape", "register", "scale_options"]
 
 NAME = "paged_attn"
 
