@@ -1,4 +1,4 @@
-"""The stable-ABI gate: ``_C.abi3.so`` may need libtorch's C shims, the CUDA driver, libc and libstdc++, nothing else."""
+"""The stable-ABI gate: ``_C.abi3.so`` needs libtorch's C shims, the CUDA driver, libc and libstdc++, nothing else."""
 
 import re
 import subprocess
