@@ -196,6 +196,7 @@ ATTENTION = [
     Mutation("swap two K blocks", "_products", lambda f: lambda q, k: f(q, swapped_blocks(k))),
     Mutation("scale x 1.02", "_products", lambda f: lambda q, k: 1.02 * f(q, k)),
     Mutation("scale option ignored", "paged_attention", without("scale")),
+    Mutation("scale without its sign", "_modify_scores", lambda f: lambda s, a, *rest: f(s, abs(a), *rest)),
     Mutation("window one too wide", "_visible_keys", lambda f: lambda p, n, c, w: f(p, n, c, w and w + 1)),
     Mutation("window one too narrow", "_visible_keys", lambda f: lambda p, n, c, w: f(p, n, c, w and max(w - 1, 1))),
     Mutation("window ignored", "paged_attention", without("window_size")),
@@ -389,6 +390,7 @@ def attention_checks() -> Iterator[Callable[[Ops], None]]:
     yield masks.check_alibi
     yield masks.check_sinks
     yield masks.check_sink_of_an_empty_row
+    yield masks.check_extreme_sinks
     yield masks.check_padding_rows
     yield cache.check_fp8_attention
     yield inputs.check_fused_query

@@ -32,12 +32,15 @@ def sinks(num_heads: int) -> torch.Tensor:
 OPTIONS = {
     "plain": {},
     "scale": {"scale": 0.2},
+    "scale_negative": {"scale": -0.2},
+    "scale_zero": {"scale": 0.0},
     "window_1": {"window_size": 1},
     "window_16": {"window_size": 16},
     "window_50": {"window_size": 50},
     "window_wide": {"window_size": 100_000},
     "softcap": {"softcap": 2.5},
     "alibi": {"alibi_slopes": slopes},
+    "alibi_backwards": {"alibi_slopes": lambda num_heads: torch.linspace(-0.1, 0.02, num_heads)},
     "sinks": {"sinks": sinks},
     "not_causal": {"causal": False},
     "not_causal_alibi": {"causal": False, "alibi_slopes": slopes, "sinks": sinks},
@@ -150,6 +153,13 @@ def test_prefill_of_several_tiles(attention_ops, dtype, head_dim, option):
         num_heads=4,
         num_kv_heads=1,
     )
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_large_scores(attention_ops, dtype, step):
+    """Scores in the hundreds: one key takes nearly all of the weight."""
+    check_attention(attention_ops, *STEPS[step], dtype=dtype, head_dim=128, spread=150.0)
 
 
 @pytest.mark.parametrize("scale_kind", [None, *SCALE_KINDS])

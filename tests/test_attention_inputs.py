@@ -138,3 +138,26 @@ def test_sequences_that_share_blocks(attention_ops):
     moved = batch.to(device)
     shared = replaced(moved, block_table=moved.block_table[:1].expand(2, -1), seq_lens=lengths.to(device))
     assert_close(shared.run(attention_ops.paged_attention), expected)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_nan_of_one_sequence_stays_there(attention_ops, dtype, step):
+    """NaN in a token of the first sequence reaches its rows and KV head, no others."""
+    batch = peaky_batch(*STEPS[step], dtype=dtype)
+    clean = batch.to(attention_ops.device).run(attention_ops.paged_attention)
+    batch.value_cache[int(batch.block_table[0, 0]), 3, 1] = math.nan
+    output = batch.to(attention_ops.device).run(attention_ops.paged_attention)
+    assert output[0, 4:].isnan().all()
+    assert_same_bits(output[0, :4], clean[0, :4])
+    assert_same_bits(output[1:], clean[1:])
+
+
+def test_no_gradient_is_promised(attention_ops):
+    """Inputs that require gradients are read like others under ``torch.no_grad`` and ``inference_mode``."""
+    batch = peaky_batch([20, 5]).to(attention_ops.device)
+    expected = batch.run(attention_ops.paged_attention)
+    batch.query.requires_grad_()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert_same_bits(batch.run(attention_ops.paged_attention), expected)

@@ -186,6 +186,22 @@ def test_sink_of_an_empty_row(attention_ops):
     check_sink_of_an_empty_row(attention_ops)
 
 
+def check_extreme_sinks(ops):
+    """A sink of -inf is none; one of 1000 takes all of the weight."""
+    sinks = torch.tensor([-math.inf] * 4 + [1000.0] * 4, device=ops.device)
+    for num_queries in (1, 3):
+        output, lse = attend(ops, 8, num_queries, sinks=sinks, return_lse=True)
+        assert_close(output[-1:], [[4.5] * 4 + [0.0] * 4])
+        assert_close(lse[-1:], [[math.log(8)] * 4 + [1000.0] * 4], tolerance=1e-5)
+    output, lse = attend(ops, 0, sinks=sinks, return_lse=True)
+    assert_close(output, 0.0, tolerance=0)
+    assert_close(lse, [[-math.inf] * 4 + [1000.0] * 4], tolerance=1e-6)
+
+
+def test_extreme_sinks(attention_ops):
+    check_extreme_sinks(attention_ops)
+
+
 def check_padding_rows(ops):
     """Rows of query past cu_seqlens_q[-1] are written as empty ones."""
     batch = flat_batch([10, 4], [3, 1], padding_rows=4, device=ops.device)

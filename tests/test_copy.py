@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import paged_attn
 from paged_attn.testing import LAYOUTS, assert_same_bits, make_cache, to_device
 
 from .test_cases_cache import assert_moved, check_copy_extent, copies, layers, pair_tensor, random_bits
@@ -78,3 +79,20 @@ def test_more_layers_than_one_launch_may_hold(ops):
     before = copies(caches)
     ops.copy_blocks(caches, pair_tensor([(0, 2), (2, 1)], ops.device))
     assert_moved(caches, before, before, [(0, 2), (2, 1)])
+
+
+def test_launches_do_not_grow_with_layers(cuda):
+    """1 and 64 layers: as many kernels."""
+
+    def kernels(num_layers):
+        caches = [torch.zeros(4, 16, 2, 64, device=cuda) for _ in range(num_layers)]
+        mapping = torch.tensor([[0, 1]], device=cuda)
+        paged_attn.copy_blocks(caches, mapping)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            paged_attn.copy_blocks(caches, mapping)
+            torch.cuda.synchronize()
+        return sum(
+            event.device_type == torch.autograd.DeviceType.CUDA and "kernel" in event.name for event in profile.events()
+        )
+
+    assert 0 < kernels(1) == kernels(64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import paged_attn
-from paged_attn.testing import assert_same_bits, bits, make_cache, peaky_batch
+from paged_attn.testing import assert_same_bits, bits, make_cache, peaky_batch, to_device
 
 REFUSED = (TypeError, ValueError)
 
@@ -95,7 +95,9 @@ def test_attention_refuses_tensors(ops, case):
 @pytest.mark.parametrize("case", OPTION_MISTAKES)
 def test_attention_refuses_options(ops, case):
     names, options = OPTION_MISTAKES[case]
-    options = {name: value.to(ops.device) if torch.is_tensor(value) else value for name, value in options.items()}
+    options = {
+        name: to_device(value, ops.device) if torch.is_tensor(value) else value for name, value in options.items()
+    }
     before = {name: bits(value) for name, value in options.items() if torch.is_tensor(value) and value.dim() == 3}
     with pytest.raises(REFUSED, match=names):
         ops.paged_attention(*attention_arguments(ops.device), **options)
