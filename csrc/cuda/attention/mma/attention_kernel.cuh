@@ -110,7 +110,7 @@ struct CtaState {
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_constant__ KernelArgs args) {
-  extern __shared__ __align__(128) unsigned char smem[];
+  extern __shared__ __align__(1024) unsigned char smem[];
   static_assert(sizeof(CtaState<C>) <= C::kStates - C::kShared);
   auto& state = *reinterpret_cast<CtaState<C>*>(smem + C::kShared);
   const AttentionParams& p = args.p;

@@ -31,7 +31,8 @@ struct Config {
   static constexpr int kKeys = kDecode || kHeadDim <= 128 ? 64 : 32;
   static constexpr int kWarpKeys = kDecode ? kKeys / kWarps : kKeys;
 
-  // Q, K and V for ldmatrix: rows of kRowBytes; the 16-byte chunk c of row r lies at place c ^ (r & 7).
+  // Q, K and V for ldmatrix: rows of kRowBytes; the 16-byte chunk c of row r lies at place c ^ (r & 7).  A tile begins
+  // at a multiple of kRowBytes, so that the chunks of a row differ in address bits 4 and up alone.
   static constexpr int kRowBytes = kHeadDim * 2;
   static constexpr int kTileBytes = kKeys * kRowBytes;
   // What arrives in a stage: K, then V; quantised ones as they are, to be converted into one tile pair before use.
@@ -44,8 +45,7 @@ struct Config {
   static constexpr int kConverted = kQuery + kRows * kRowBytes;
   static constexpr int kShared = kConverted + (kQuantized ? 2 * kTileBytes : 0);  // CtaState
   static constexpr int kStates = kShared + 384;                                   // float2 [kWarps][kRows]
-  static constexpr int kStages = kStates + (kDecode ? kWarps * kRows * 8 : 0);
-  static_assert(kStages % 128 == 0, "stages must be aligned for the swizzle");
+  static constexpr int kStages = (kStates + (kDecode ? kWarps * kRows * 8 : 0) + 511) / 512 * 512;
   static constexpr int kOffsetBytes = kKeys * 16;
   static constexpr int kScaleBytes = kQuantized ? 2 * kKeys * 4 : 0;
   static constexpr int smem_bytes(int stages) { return kStages + stages * (kStageBytes + kOffsetBytes + kScaleBytes); }

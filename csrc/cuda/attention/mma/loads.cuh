@@ -29,28 +29,21 @@ __device__ __forceinline__ void copy_unaligned(unsigned char* dst, const unsigne
   }
 }
 
-// Eight stored elements as eight of T, exactly.
-template <class T>
-__device__ __forceinline__ uint4 convert8(uint2 raw, DType dtype) {
-  const uint32_t words[2] = {raw.x, raw.y};
-  uint32_t pairs[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t two = words[i / 2] >> (i % 2 * 16);
-    if (dtype == DType::kInt8) {
-      pairs[i] = ptx::pack<T>(static_cast<int8_t>(two & 0xff), static_cast<int8_t>(two >> 8 & 0xff));
+// Two neighbouring elements of a quantised cache, in the low 16 bits, as two of T, exactly.
+template <class T, DType kType>
+__device__ __forceinline__ uint32_t convert_pair(uint32_t two) {
+  if constexpr (kType == DType::kInt8) {
+    return ptx::pack<T>(static_cast<int8_t>(two & 0xff), static_cast<int8_t>(two >> 8 & 0xff));
+  } else {
+    const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two),
+                                                     kType == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2);
+    if constexpr (std::is_same_v<T, __half>) {
+      return h.x | static_cast<uint32_t>(h.y) << 16;
     } else {
-      const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two),
-                                                       dtype == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2);
-      if constexpr (std::is_same_v<T, __half>) {
-        pairs[i] = h.x | static_cast<uint32_t>(h.y) << 16;
-      } else {
-        const float2 f = __half22float2(__half2(h));
-        pairs[i] = ptx::pack<T>(f.x, f.y);
-      }
+      const float2 f = __half22float2(__half2(h));
+      return ptx::pack<T>(f.x, f.y);
     }
   }
-  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 // Moves the keys and values of pieces; attention_kernel says who calls what when, and where the barriers stand.
@@ -146,16 +139,12 @@ class Loader {
 
   // Quantised: the stage's tile pair, converted and laid out for ldmatrix.
   __device__ void convert_tile(int stage) {
-    using T = typename C::T;
-    constexpr int kUnits = C::kHeadDim / 8;  // of eight elements, a row
-    const unsigned char* from = stage_data(stage);
-    const DType dtype = args_.p.cache_dtype;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < 2 * C::kKeys * kUnits; i += C::kThreads) {
-      const int row = i / kUnits, unit = i % kUnits;  // the rows of V follow those of K
-      const uint2 raw = *reinterpret_cast<const uint2*>(from + row * C::kHeadDim + unit * 8);
-      *reinterpret_cast<uint4*>(smem_ + C::kConverted + swizzled(row, unit, C::kRowBytes)) = convert8<T>(raw, dtype);
-    }
+    if (args_.p.cache_dtype == DType::kFloat8E4M3)
+      convert_tile<DType::kFloat8E4M3>(stage);
+    else if (args_.p.cache_dtype == DType::kFloat8E5M2)
+      convert_tile<DType::kFloat8E5M2>(stage);
+    else
+      convert_tile<DType::kInt8>(stage);
   }
 
   // K for ldmatrix; V follows C::kTileBytes behind.
@@ -169,6 +158,20 @@ class Loader {
   }
 
  private:
+  template <DType kType>
+  __device__ void convert_tile(int stage) {
+    using T = typename C::T;
+    constexpr int kUnits = C::kHeadDim / 8;  // of eight elements, a row
+    const unsigned char* from = stage_data(stage);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < 2 * C::kKeys * kUnits; i += C::kThreads) {
+      const int row = i / kUnits, unit = i % kUnits;  // the rows of V follow those of K
+      const uint2 raw = *reinterpret_cast<const uint2*>(from + row * C::kHeadDim + unit * 8);
+      *reinterpret_cast<uint4*>(smem_ + C::kConverted + swizzled(row, unit, C::kRowBytes)) =
+          make_uint4(convert_pair<T, kType>(raw.x & 0xffff), convert_pair<T, kType>(raw.x >> 16),
+                     convert_pair<T, kType>(raw.y & 0xffff), convert_pair<T, kType>(raw.y >> 16));
+    }
+  }
   __device__ longlong2* offsets(int stage) const {
     return reinterpret_cast<longlong2*>(smem_ + C::kStages + args_.stages * C::kStageBytes + stage * C::kOffsetBytes);
   }
