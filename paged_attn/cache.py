@@ -305,17 +305,14 @@ class PagedKVCache:
                 step = manager.finish_prepare(buffer)
             flat = staging.upload(num_bytes) if staging else torch.from_numpy(step)
         num_seqs = len(seq_ids)
-        ints = flat.view(torch.int32)[4 * num_tokens :]
+        slot_mapping, positions, rest = flat.split((num_tokens, num_tokens, len(flat) - 2 * num_tokens))
+        ints = rest.view(torch.int32)
         table_size = num_seqs * width
-        return Batch(
-            block_table=ints[:table_size].view(num_seqs, width),
-            seq_lens=ints[table_size : table_size + num_seqs],
-            cu_seqlens_q=ints[table_size + num_seqs : table_size + 2 * num_seqs + 1],
-            slot_mapping=flat[:num_tokens],
-            positions=flat[num_tokens : 2 * num_tokens],
-            max_seqlen_q=max_seqlen_q,
-            copies=_NO_COPIES if copies is None else copies,
-        )
+        sizes = (table_size, num_seqs, num_seqs + 1, len(ints) - table_size - 2 * num_seqs - 1)
+        block_table, seq_lens, cu_seqlens_q, _ = ints.split(sizes)
+        copies = _NO_COPIES if copies is None else copies
+        block_table = block_table.view(num_seqs, width)
+        return Batch(block_table, seq_lens, cu_seqlens_q, slot_mapping, positions, max_seqlen_q, copies)
 
     def commit(self, seq_id: Hashable, token_ids: TokenIds) -> None:
         """Count the next tokens of a sequence: their K/V is written and final. Blocks they fill become findable.

@@ -991,3 +991,37 @@ def test_events_replay_to_the_present(device):
     run.cache.events(clear=True)
     assert len(run.cache.events()) == 0
     assert len(make().events()) == 0
+
+
+# ---- streams and devices
+
+
+def test_moves_follow_the_current_stream(cuda):  # E-stream
+    cache = make(device=cuda, num_host_blocks=4)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # about 50 ms before the K/V are there
+        add_and_run(cache, "a", range(6))
+        cache.fork("a", ["b"])
+        run(cache, "b", [60])
+        cache.preempt("a", "swap")
+        add_and_run(cache, "filler", range(100, 100 + 4 * cache.num_free_blocks))
+        cache.free("filler")
+        cache.resume("a")
+        assert contents(cache, "a") == list(range(6))
+        assert contents(cache, "b") == [*range(6), 60]
+
+
+def test_the_cache_stays_on_its_device(cuda):  # E-device
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    cache = make(device="cuda:1", num_host_blocks=4)
+    add_and_run(cache, "a", range(6))
+    cache.fork("a", ["b"])
+    run(cache, "b", [60])
+    cache.preempt("a", "swap")
+    cache.resume("a")
+    assert contents(cache, "a") == list(range(6))
+    assert contents(cache, "b") == [*range(6), 60]
+    assert cache.prepare(["a"], [1]).block_table.device == torch.device("cuda:1")
+    assert torch.cuda.current_device() == 0
