@@ -140,7 +140,7 @@ class DecodeGraphs:
         )
         self.filled = 0  # rows that are not inert
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def run(self, batch, ids: Tensor, sources: Tensor) -> Tensor:
         """Logits ``[n, V]`` of a decode step; they are overwritten by the next one."""
@@ -181,12 +181,10 @@ class DecodeGraphs:
             inputs.token_ids = _with_newest(self.ids[:size], self.sources[:size], self.newest)
             return self.forward(inputs)
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # once outside the graph: workspaces of this stream, compilation
             decode()
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             logits = decode()
         return graph, logits
