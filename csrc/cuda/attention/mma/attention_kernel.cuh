@@ -156,22 +156,24 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     for (int tile = piece.tile_begin; tile < piece.tile_end; ++tile) {
       wait_copies(ahead - 1);
       __syncthreads();  // the tile is there for all, and the stage of the tile before is free
-      if (tile + ahead < piece.tile_end) {
-        const int free_stage = stage == 0 ? ahead : stage - 1;
-        loader.load_tile(free_stage);
-        if (C::kQuantized && tile > piece.tile_begin && thread < C::kKeys)
-          loader.load_scales(piece, free_stage, tile + ahead, thread, block);
-      }
-      ptx::cp_async_commit();
+      const int next_stage = stage == 0 ? ahead : stage - 1;
+      const bool load = tile + ahead < piece.tile_end;
+      if (load && !loader.aligned()) loader.load_unaligned(next_stage);
+      if (C::kQuantized && load && tile > piece.tile_begin && thread < C::kKeys)
+        loader.load_scales(piece, next_stage, tile + ahead, thread, block);
       if (thread < C::kKeys) block = loader.find_block(piece, tile + args.stages, thread);
       if constexpr (C::kQuantized) {
         loader.convert_tile(stage);
         __syncthreads();
       }
       const int row0 = C::kDecode ? 0 : warp * C::kWarpRows, key0 = C::kDecode ? warp * C::kWarpKeys : 0;
+      const bool load_aligned = load && loader.aligned();
       rows.add_tile(p, piece, rule, ptx::smem_address(smem + C::kQuery) + row0 * C::kRowBytes,
                     loader.tile_address(stage) + key0 * C::kRowBytes, row0, tile * C::kKeys + key0,
-                    loader.scales(stage) + key0);
+                    loader.scales(stage) + key0, [&](int step) {
+                      if (load_aligned && step < Loader<C>::kLoadSteps) loader.load_step(next_stage, step);
+                    });
+      ptx::cp_async_commit();
       if (thread < C::kKeys) loader.publish_offset(piece, stage, tile + args.stages, thread, block);
       stage = stage == ahead ? 0 : stage + 1;
     }

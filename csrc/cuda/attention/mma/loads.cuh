@@ -79,38 +79,28 @@ class Loader {
     load_scale(args_.p.v_scale, piece, scales(stage) + C::kKeys + row, tile * C::kKeys + row, block);
   }
 
-  // The tile's keys and values; its offsets were published before the last barrier.
-  __device__ void load_tile(int stage) {
-    const AttentionParams& p = args_.p;
-    constexpr int kElementBytes = C::kQuantized ? 1 : 2;
-    constexpr int kRowChunks = C::kCacheRowBytes / 16, kRowsAtOnce = C::kThreads / kRowChunks;
-    const int chunk = threadIdx.x % kRowChunks;
-    const int there = max(0, min(16, p.head_dim * kElementBytes - chunk * 16));  // the rest of kHeadDim becomes 0
-    const unsigned char* keys = static_cast<const unsigned char*>(p.key_cache) + chunk * 16;
-    const unsigned char* values = static_cast<const unsigned char*>(p.value_cache) + chunk * 16;
-    unsigned char* to = stage_data(stage);
-    const longlong2* offset = offsets(stage);
-    auto copy_row = [&](int i, auto copy) {
-      const int row = threadIdx.x / kRowChunks + i * kRowsAtOnce;
-      const int place = C::kQuantized ? row * C::kCacheRowBytes + chunk * 16 : swizzled(row, chunk, C::kRowBytes);
-      const longlong2 from = offset[row];
-      const bool read = from.x >= 0;
-      copy(to + place, keys + (read ? from.x : 0), read ? there : 0);
-      copy(to + C::kStageBytes / 2 + place, values + (read ? from.y : 0), read ? there : 0);
-    };
-    if (args_.cache_bytes == 16) {
-#pragma unroll
-      for (int i = 0; i < C::kKeys / kRowsAtOnce; ++i)
-        copy_row(i, [](unsigned char* dst, const unsigned char* src, int bytes) {
-          ptx::cp_async_16(ptx::smem_address(dst), src, bytes);
-        });
-    } else {
+  // Keys and values of the rows of step `step` of a tile whose offsets were published before the last barrier; all of
+  // 0 <= step < kLoadSteps make the tile.
+  static constexpr int kRowChunks = C::kCacheRowBytes / 16, kRowsAtOnce = C::kThreads / kRowChunks;
+  static constexpr int kLoadSteps = C::kKeys / kRowsAtOnce;
+  __device__ __forceinline__ void load_step(int stage, int step) const {
+    load_rows(stage, step, [](unsigned char* dst, const unsigned char* src, int bytes) {
+      ptx::cp_async_16(ptx::smem_address(dst), src, bytes);
+    });
+  }
+  // The whole tile, where rows do not start at multiples of 16 bytes.
+  __device__ void load_unaligned(int stage) const {
 #pragma unroll 1
-      for (int i = 0; i < C::kKeys / kRowsAtOnce; ++i)
-        copy_row(i, [this](unsigned char* dst, const unsigned char* src, int bytes) {
-          copy_unaligned<kElementBytes>(dst, src, bytes, args_.cache_bytes);
-        });
-    }
+    for (int step = 0; step < kLoadSteps; ++step)
+      load_rows(stage, step, [this](unsigned char* dst, const unsigned char* src, int bytes) {
+        copy_unaligned<kElementBytes>(dst, src, bytes, args_.cache_bytes);
+      });
+  }
+  __device__ bool aligned() const { return args_.cache_bytes == 16; }
+  __device__ void load_tile(int stage) const {
+    if (!aligned()) return load_unaligned(stage);
+#pragma unroll
+    for (int step = 0; step < kLoadSteps; ++step) load_step(stage, step);
   }
 
   // The query rows of the piece's tile; rows behind the last are 0.
@@ -158,6 +148,22 @@ class Loader {
   }
 
  private:
+  static constexpr int kElementBytes = C::kQuantized ? 1 : 2;
+
+  template <class Copy>
+  __device__ __forceinline__ void load_rows(int stage, int step, Copy copy) const {
+    const AttentionParams& p = args_.p;
+    const int row = threadIdx.x / kRowChunks + step * kRowsAtOnce, chunk = threadIdx.x % kRowChunks;
+    const int place = C::kQuantized ? row * C::kCacheRowBytes + chunk * 16 : swizzled(row, chunk, C::kRowBytes);
+    const int there = max(0, min(16, p.head_dim * kElementBytes - chunk * 16));  // the rest of kHeadDim becomes 0
+    const longlong2 from = offsets(stage)[row];
+    const bool read = from.x >= 0;
+    unsigned char* to = stage_data(stage) + place;
+    copy(to, static_cast<const unsigned char*>(p.key_cache) + (read ? from.x : 0) + chunk * 16, read ? there : 0);
+    copy(to + C::kStageBytes / 2, static_cast<const unsigned char*>(p.value_cache) + (read ? from.y : 0) + chunk * 16,
+         read ? there : 0);
+  }
+
   template <DType kType>
   __device__ void convert_tile(int stage) {
     using T = typename C::T;

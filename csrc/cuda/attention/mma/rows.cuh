@@ -53,11 +53,12 @@ class Rows {
 
   // Adds the warp's keys of one tile.  `query`, `keys`: shared memory of the warp's first row and first key,
   // `first_row` and `first_key` what they are.  `scales`: key scales of the warp's keys, C::kKeys before their value
-  // scales.
+  // scales. `meanwhile(step)`, 0 <= step < kHeadDim / 16, is called between the matrix products.
+  template <class Meanwhile>
   __device__ void add_tile(const AttentionParams& p, const Piece& piece, const ScoreRule& rule, uint32_t query,
-                           uint32_t keys, int first_row, int first_key, const float* scales) {
+                           uint32_t keys, int first_row, int first_key, const float* scales, Meanwhile meanwhile) {
     Scores s;
-    multiply_keys(s, query, keys);
+    multiply_keys(s, query, keys, meanwhile);
     if (rule.modified) modify_scores(s, p, piece, rule.scale, first_row, first_key, scales);
     if (first_key < piece.span.full_begin || first_key + C::kWarpKeys > piece.span.full_end)
       mask_scores(s, p, piece, first_row, first_key);
@@ -80,7 +81,8 @@ class Rows {
  private:
   using Scores = float[C::kRowTiles][kKeyTiles][4];
 
-  __device__ static void multiply_keys(Scores& s, uint32_t query, uint32_t keys) {
+  template <class Meanwhile>
+  __device__ static void multiply_keys(Scores& s, uint32_t query, uint32_t keys, Meanwhile meanwhile) {
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m)
 #pragma unroll
@@ -104,31 +106,44 @@ class Rows {
           ptx::mma_m16n8k16<T>(s[m][n + 1], q[m], k[2], k[3]);
         }
       }
+      meanwhile(d);
     }
+  }
+
+  // f(score, row tile, half, column of the warp's keys) for every score of this lane.
+  template <class F>
+  __device__ static void for_each_score(Scores& s, F f) {
+    const int column0 = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f(s[m][n][i], m, i / 2, n * 8 + column0 + i % 2);
   }
 
   __device__ static void modify_scores(Scores& s, const AttentionParams& p, const Piece& piece, float scale,
                                        int first_row, int first_key, const float* scales) {
-    const int lane = threadIdx.x % 32, group = p.num_heads / p.num_kv_heads;
-    const bool key_scales = C::kQuantized && per_token(p.k_scale);
+    for_each_score(s, [&](float& x, int, int, int) { x *= scale; });
+    if (C::kQuantized && per_token(p.k_scale))
+      for_each_score(s, [&](float& x, int, int, int column) { x *= scales[column]; });
+    if (p.softcap > 0.f) for_each_score(s, [&](float& x, int, int, int) { x = soft_cap(x, p.softcap); });
+    if (p.alibi_slopes) {
+      const int group = p.num_heads / p.num_kv_heads;
+      float slopes[C::kRowTiles][2];
+      int positions[C::kRowTiles][2];
 #pragma unroll
-    for (int m = 0; m < C::kRowTiles; ++m)
+      for (int m = 0; m < C::kRowTiles; ++m)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int packed = piece.entry.first_row + first_row + m * 16 + h * 8 + lane / 4;
-        const float slope = p.alibi_slopes ? p.alibi_slopes[piece.head * group + packed % group] : 0.f;
-        const int distance = first_key + lane % 4 * 2 - (piece.entry.seq_len - piece.entry.q_len + packed / group);
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float x = s[m][n][h * 2 + i] * scale;
-            if (key_scales) x *= scales[n * 8 + lane % 4 * 2 + i];
-            if (p.softcap > 0.f) x = soft_cap(x, p.softcap);
-            if (p.alibi_slopes) x += slope * static_cast<float>(distance + n * 8 + i);
-            s[m][n][h * 2 + i] = x;
-          }
-      }
+        for (int h = 0; h < 2; ++h) {
+          const int packed = piece.entry.first_row + first_row + m * 16 + h * 8 + threadIdx.x % 32 / 4;
+          slopes[m][h] = p.alibi_slopes[piece.head * group + packed % group];
+          positions[m][h] = piece.entry.seq_len - piece.entry.q_len + packed / group;
+        }
+      for_each_score(s, [&](float& x, int m, int h, int column) {
+        x += slopes[m][h] * static_cast<float>(first_key + column - positions[m][h]);
+      });
+    }
   }
 
   __device__ static void mask_scores(Scores& s, const AttentionParams& p, const Piece& piece, int first_row,
