@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import math
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,82 +17,11 @@ from . import _host, capacity, pool_view
 from ._host import OutOfBlocks
 from ._staging import Staging
 from ._storage import KVStorage
+from .cache_types import Admission, Batch, CacheCorrupted, CacheStats, Pin
 
 __all__ = ["Admission", "Batch", "CacheCorrupted", "CacheStats", "OutOfBlocks", "PagedKVCache", "Pin"]
 
 TokenIds = Sequence[int] | np.ndarray | Tensor
-
-
-class Admission(enum.Enum):
-    """Whether a prompt can be added: now, when others free blocks, or never in this pool."""
-
-    OK = "ok"
-    LATER = "later"
-    NEVER = "never"
-
-
-class CacheCorrupted(RuntimeError):
-    """An invariant of the cache is broken; the message names the first one."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The tensors of a step, on the cache's device, in the order of ``seq_ids``.
-
-    Attributes:
-        block_table: int32 ``[num_seqs, max_blocks]``; -1 where there is no block.
-        seq_lens: int32 ``[num_seqs]``: tokens with K/V once the step has run.
-        cu_seqlens_q: int32 ``[num_seqs + 1]``: prefix sums of the query lengths.
-        slot_mapping: int64 ``[num_tokens]``: where the K/V of each query token go.
-        positions: int64 ``[num_tokens]``: position of each query token in its sequence.
-        max_seqlen_q: the largest query length.
-        copies: ``[num_copies, 2]`` int64 array: blocks that were copied for this step (copy-on-write), from and to.
-    """
-
-    block_table: Tensor
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor
-    slot_mapping: Tensor
-    positions: Tensor
-    max_seqlen_q: int
-    copies: np.ndarray
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Counts of blocks unless said otherwise.
-
-    Attributes:
-        blocks_total, blocks_used, blocks_free: cached blocks that nobody holds are free.
-        blocks_cached: findable by their content, held or not.
-        blocks_shared: held more than once (by sequences and pins).
-        tokens: with K/V in this pool, summed over the sequences.
-        waste: reserved but empty slots over reserved slots, in [0, 1].
-        prefix_hit_rate: prompt tokens found cached over prompt tokens added, in [0, 1].
-        copies, evictions, swaps: blocks copied on write, evicted from the prefix cache, moved to or from the host.
-        host_blocks_total, host_blocks_used: host blocks for swapped sequences.
-    """
-
-    blocks_total: int
-    blocks_used: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_shared: int
-    tokens: int
-    waste: float
-    prefix_hit_rate: float
-    copies: int
-    evictions: int
-    swaps: int
-    host_blocks_total: int
-    host_blocks_used: int
-
-
-class Pin(NamedTuple):
-    """Cached blocks kept from eviction until ``unpin``."""
-
-    id: int
-    num_tokens: int
 
 
 _ADMISSION = (Admission.OK, Admission.LATER, Admission.NEVER)
@@ -343,9 +270,10 @@ class PagedKVCache:
         """New sequences that share every block of ``seq_id``; whoever first writes a shared block gets a copy."""
         with self._lock:
             handle = self._handles[seq_id]
+            if isinstance(new_seq_ids, str):
+                raise ValueError(f"new_seq_ids: expected a list of names, got {new_seq_ids!r}")
             new_seq_ids = list(new_seq_ids)
-            taken = [new for new in new_seq_ids if new in self._handles]
-            if taken or len(set(new_seq_ids)) < len(new_seq_ids):
+            if len(set(new_seq_ids)) < len(new_seq_ids) or any(new in self._handles for new in new_seq_ids):
                 raise ValueError(f"new_seq_ids: expected unused names, each once, got {new_seq_ids}")
             for new, new_handle in zip(new_seq_ids, self._manager.fork(handle, len(new_seq_ids))):
                 self._register(new, new_handle)

@@ -90,7 +90,7 @@ def blocks_in_budget(
     if isinstance(bytes_or_fraction, float):
         if not 0 < bytes_or_fraction <= 1:
             raise ValueError(f"bytes_or_fraction: expected a share in (0, 1], got {bytes_or_fraction}")
-        free = free_memory(torch.empty(0, device=device).device)
+        free = free_memory(torch.get_default_device() if device is None else torch.device(device))
         budget = int(bytes_or_fraction * free)
         what = f"{bytes_or_fraction} of {free} free bytes"
     else:

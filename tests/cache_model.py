@@ -1,6 +1,6 @@
 """The block manager once more, in plain Python loops: slow, short, and the judge of the real one.
 
-It makes the same decisions, so block ids can be compared one by one. No partial matches, no events.
+It makes the same decisions, so block ids can be compared one by one. No events.
 """
 
 import hashlib
@@ -39,13 +39,22 @@ class ModelSequence:
 
 
 class ModelManager:
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0, watermark_blocks: int = 0) -> None:
-        self.block_size, self.watermark = block_size, watermark_blocks
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        watermark_blocks: int = 0,
+        partial_match: bool = False,
+    ) -> None:
+        self.block_size, self.watermark, self.partial_match = block_size, watermark_blocks, partial_match
         self.unused = list(range(num_blocks - 1, -1, -1))
         self.lru: OrderedDict[int, None] = OrderedDict()
         self.holders = [0] * num_blocks
         self.key_of: dict[int, bytes] = {}  # published blocks
         self.index: dict[bytes, list[int]] = {}
+        self.children: dict[bytes, dict[int, list[int]]] = {}  # by parent: block -> tokens, oldest first
+        self.parent_of: dict[int, bytes] = {}
         self.host_unused = list(range(num_host_blocks - 1, -1, -1))
         self.host_holders = [0] * num_host_blocks
         self.host_copy: dict[int, int] = {}  # device block -> host block
@@ -94,15 +103,19 @@ class ModelManager:
             self.unlink(block)
             self.unused.append(block)
 
-    def publish(self, block: int, key: bytes) -> None:
+    def publish(self, block: int, seq: ModelSequence, i: int) -> None:
         if block not in self.key_of:
-            self.key_of[block] = key
-            self.index.setdefault(key, []).insert(1, block)
+            self.key_of[block] = seq.keys[i]
+            self.index.setdefault(seq.keys[i], []).insert(1, block)
+            self.parent_of[block] = seq.keys[i - 1] if i else seq.root
+            tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size]
+            self.children.setdefault(self.parent_of[block], {})[block] = tokens
 
     def unpublish(self, block: int) -> None:
         key = self.key_of.pop(block, None)
         if key is None:
             return
+        del self.children[self.parent_of.pop(block)][block]
         self.index[key].remove(block)
         if not self.index[key]:
             del self.index[key]
@@ -132,12 +145,27 @@ class ModelManager:
         num_fresh = self.blocks_for(len(seq.tokens)) - len(hits)
         if num_fresh + len(idle) + keep_free > self.num_free:
             raise OutOfBlocks
+        computed = len(hits) * self.block_size
+        if self.partial_match and num_fresh > 0:
+            source, common = self.find_partial(keys[-1] if keys else seq.root, seq.tokens[computed:max_hits])
+            wanted = {source} if common and self.holders[source] == 0 else set()
+            if common and num_fresh + len(idle | wanted) <= self.num_free:
+                idle |= wanted
+                computed += common
         fresh = self.peek(num_fresh, idle)
         for block in hits:
             self.share(block)
         for block in fresh:
             self.take(block)
-        seq.blocks, seq.keys, seq.computed = hits + fresh, keys, len(hits) * self.block_size
+        seq.blocks, seq.keys, seq.computed = hits + fresh, keys, computed
+
+    def find_partial(self, parent: bytes, tokens: list[int]) -> tuple[int, int]:
+        """The newest block after ``parent`` with the longest common start, and its length."""
+        best = (RELEASED, 0)
+        for block, theirs in reversed(self.children.get(parent, {}).items()):
+            common = next((i for i, (a, b) in enumerate(zip(tokens, theirs)) if a != b), min(len(tokens), len(theirs)))
+            best = (block, common) if common > best[1] else best
+        return best
 
     # ---- sequences
 
@@ -199,7 +227,7 @@ class ModelManager:
         for i in range(len(seq.keys), seq.computed // self.block_size):
             tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size]
             seq.keys.append(block_key(seq.keys[-1] if seq.keys else seq.root, tokens))
-            self.publish(seq.blocks[i], seq.keys[-1])
+            self.publish(seq.blocks[i], seq, i)
 
     def commit(self, seq_id: object, tokens: list[int]) -> None:
         seq = self.running(seq_id)
@@ -321,7 +349,7 @@ class ModelManager:
         seq.state = "running"
         if seq.publishes:
             for i in range(seq.released, len(seq.keys)):
-                self.publish(seq.blocks[i], seq.keys[i])
+                self.publish(seq.blocks[i], seq, i)
         return 0
 
     # ---- prefix cache

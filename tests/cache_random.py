@@ -24,13 +24,12 @@ class RandomRun:
     The K/V of a token is a number that its salt and all tokens up to it decide, as in a model.
     """
 
-    def __init__(self, seed: int, device: str = "cpu", **options) -> None:
+    def __init__(self, seed: int, device: str = "cpu", partial_match: bool = False, **options) -> None:
         self.random = random.Random(seed)
-        sizes = {"block_size": BLOCK_SIZE, "num_host_blocks": NUM_HOST_BLOCKS, "watermark": 0.06}
-        self.cache = PagedKVCache(
-            NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, HEAD_DIM, dtype=torch.float32, device=device, **sizes, **options
-        )
-        self.model = ModelManager(NUM_BLOCKS, BLOCK_SIZE, NUM_HOST_BLOCKS, int(0.06 * NUM_BLOCKS))
+        options |= {"block_size": BLOCK_SIZE, "num_host_blocks": NUM_HOST_BLOCKS, "watermark": 0.06}
+        options |= {"dtype": torch.float32, "device": device, "partial_match": partial_match}
+        self.cache = PagedKVCache(NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, HEAD_DIM, **options)
+        self.model = ModelManager(NUM_BLOCKS, BLOCK_SIZE, NUM_HOST_BLOCKS, int(0.06 * NUM_BLOCKS), partial_match)
         self.pins: dict[int, object] = {}
         self.salts: dict[int, str | None] = {}
         self.next_id = 0
@@ -240,8 +239,10 @@ def hash_of(salt: str | None) -> int:
     return 7 if salt is None else sum(map(ord, salt))
 
 
-def run(seed: int, num_steps: int, device: str = "cpu", contents_every: int = 20, check_every: int = 1) -> RandomRun:
-    state = RandomRun(seed, device)
+def run(
+    seed: int, num_steps: int, device: str = "cpu", *, contents_every: int = 20, check_every: int = 1, **options
+) -> RandomRun:
+    state = RandomRun(seed, device, **options)
     for i in range(num_steps):
         state.step()
         state.verify_state()

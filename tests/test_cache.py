@@ -326,7 +326,7 @@ def test_fork_without_a_free_block():  # F-fork-cow: an empty pool refuses the a
 def test_fork_names():
     cache = make()
     add_and_run(cache, "a", range(3))
-    for names in (["a"], ["b", "b"]):
+    for names in (["a"], ["b", "b"], "bc"):
         with pytest.raises(ValueError, match="new_seq_ids"):
             cache.fork("a", names)
     with pytest.raises(KeyError):
