@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--num-requests", type=int, default=96)
     parser.add_argument("--num-blocks", type=int, default=8192)
     parser.add_argument("--max-num-seqs", type=int, default=96)
-    parser.add_argument("--max-batch-tokens", type=int, default=8192)
+    parser.add_argument("--max-batch-tokens", type=int, nargs="*", default=[8192, 160], help="one measurement each")
     parser.add_argument("--live", type=int, nargs="*", default=[1, 8, 24], help="sequences of the profiled steps")
     parser.add_argument("--compile", action="store_true", help="with torch.compile as well")
     parser.add_argument("--passes", type=int, default=2, help="measured passes, after one to warm up")
@@ -51,7 +51,7 @@ def main() -> int:
             model,
             num_blocks=args.num_blocks,
             max_num_seqs=args.max_num_seqs,
-            max_batch_tokens=args.max_batch_tokens,
+            max_batch_tokens=max(args.max_batch_tokens),
             enable_prefix_caching=False,
             compile=compile,
         )
@@ -70,24 +70,25 @@ def throughput(engine: Engine, vocab_size: int, args: argparse.Namespace) -> lis
     """Output tokens/s of the whole set, submitted at once; the first pass warms up and is dropped."""
     loads = traces.lognormal(args.num_requests)
     prompts = make_prompts(loads, 0, vocab_size, seed=0)
+    serve(engine, loads, prompts)
     rows = []
-    for i in range(args.passes + 1):
+    for budget in args.max_batch_tokens * args.passes:
+        engine.scheduler.max_batch_tokens = budget
         before = engine.stats().host_time
         run = serve(engine, loads, prompts)
         generated = sum(len(completion.token_ids) for completion in run.completions)
         assert generated == sum(load.output_len for load in loads)
-        first_decode = next(s.time for s in run.samples if s.waiting == 0)
-        row = {
-            "tokens/s": generated / run.seconds,
-            "seconds": run.seconds,
-            "steps": len(run.samples),
-            "all admitted after, s": first_decode,
-            "host ms a step": 1e3 * (engine.stats().host_time - before) / len(run.samples),
-        }
-        if i:
-            rows.append(row)
-        else:
-            print(f"warm-up: {row}", flush=True)
+        rows.append(
+            {
+                "tokens a step": budget,
+                "tokens/s": generated / run.seconds,
+                "seconds": run.seconds,
+                "steps": len(run.samples),
+                "all admitted after, s": next(s.time for s in run.samples if s.waiting == 0),
+                "host ms a step": 1e3 * (engine.stats().host_time - before) / len(run.samples),
+            }
+        )
+        print(rows[-1], flush=True)
     return rows
 
 
