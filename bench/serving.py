@@ -89,6 +89,7 @@ def throughput(engine: Engine, vocab_size: int, args: argparse.Namespace) -> lis
             }
         )
         print(rows[-1], flush=True)
+    engine.scheduler.max_batch_tokens = max(args.max_batch_tokens)
     return rows
 
 
