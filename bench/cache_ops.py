@@ -1,12 +1,14 @@
 """Cache operations beside what torch offers: microseconds, bytes moved and their share of the device's copy rate.
 
 Each row states its bytes: what the operation must read plus what it must write. Device rows are CUDA graphs over
-buffers that rotate through a gibibyte or more; swaps are plain calls, compared with one pinned copy of the same size.
+buffers that rotate through a gibibyte or more; swaps are plain calls behind a busy device (their host time is a
+column of its own), compared with one pinned copy.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -191,18 +193,27 @@ def bench_swap(total: int = 128 << 20) -> list[Row]:
             for a, b in some:
                 dst[b].copy_(src[a], non_blocking=True)
 
-        ours = common.time_calls(lambda _: paged_attn.swap_blocks([src], [dst], mapping), rounds=7)
+        def ours(_: int) -> None:
+            paged_attn.swap_blocks([src], [dst], mapping)
+
+        ours(0)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        ours(0)
+        host_us = 1e6 * (time.perf_counter() - start)
         loop = common.time_calls(torch_loop, rounds=3)
         times = {
-            "ours": ours,
+            "ours": common.time_calls(ours, rounds=7, host_ms=5.0),
             "torch": common.Timing(*(us * count / len(some) for us in (loop.us, loop.low, loop.high))),
         }
         name = f"swap_blocks {direction}, {pattern} {4 * heads} KiB"
-        return row(name, total // 2, "blocks x block size", times, ceiling)
+        return row(name, total // 2, "blocks x block size", times, ceiling) | {"host us": host_us}
 
     rows = []
     for direction, source, to in (("to device", host, device), ("to host", device, host)):
-        whole = common.time_calls(lambda _, to=to, source=source: to.copy_(source, non_blocking=True), rounds=7)
+        whole = common.time_calls(
+            lambda _, to=to, source=source: to.copy_(source, non_blocking=True), rounds=7, host_ms=1.0
+        )
         ceiling = whole.tb_s(total)
         rows.append(row(f"one pinned copy {direction}", total, "size", {"ours": whole}, ceiling))
         rows += [
@@ -250,7 +261,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
         if args.only in (None, "swap"):
             rows += bench_swap()
-    common.print_table(rows, ["case", "MB", "us", "GB/s", "of ceiling", "torch us", "bytes"])
+    common.print_table(rows, ["case", "MB", "us", "GB/s", "of ceiling", "host us", "torch us", "bytes"])
     common.write_results(
         "cache_ops", rows, directory=args.out, copy_tb_s=ceilings.copy_tb_s, read_tb_s=ceilings.read_tb_s
     )

@@ -86,7 +86,7 @@ inline void check_pairs(const Tensor& mapping, const char* src_name, const std::
                         const char* dst_name, const std::vector<BlockArray>& dst) {
   const int64_t num_src = src[0].num_blocks, num_dst = dst[0].num_blocks;
   const int64_t* pairs = static_cast<const int64_t*>(mapping.data_ptr());
-  std::vector<int64_t> destinations;
+  std::vector<bool> named(num_dst);
   for (int64_t i = 0; i < mapping.size(0); i++) {
     const int64_t from = pairs[i * mapping.stride(0)], to = pairs[i * mapping.stride(0) + mapping.stride(1)];
     if (from < 0 || from >= num_src)
@@ -94,12 +94,9 @@ inline void check_pairs(const Tensor& mapping, const char* src_name, const std::
     if (to < 0 || to >= num_dst)
       fail("block_mapping: expected destinations from 0 to ", num_dst - 1, " (", dst_name, "), got ", to, " in row ",
            i);
-    destinations.push_back(to);
+    if (named[to]) fail("block_mapping: expected every destination once, got ", to, " more than once");
+    named[to] = true;
   }
-  std::sort(destinations.begin(), destinations.end());
-  const auto twice = std::adjacent_find(destinations.begin(), destinations.end());
-  if (twice != destinations.end())
-    fail("block_mapping: expected every destination once, got ", *twice, " more than once");
 }
 
 }  // namespace paged_attn

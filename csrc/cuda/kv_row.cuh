@@ -6,8 +6,7 @@
 namespace paged_attn {
 
 struct SlotPosition {
-  int64_t block;  // -1: no slot, nothing is stored
-  int64_t offset;
+  int block, offset;  // block -1: no slot, nothing is stored
 };
 
 __device__ __forceinline__ SlotPosition locate_slot(const KvWriteParams& p, int token) {
@@ -17,9 +16,9 @@ __device__ __forceinline__ SlotPosition locate_slot(const KvWriteParams& p, int 
   if (slot < 0 || slot >= p.num_blocks * p.block_size) return {-1, 0};
   if (slot <= UINT32_MAX) {  // 64-bit division is several times slower
     const uint32_t block = static_cast<uint32_t>(slot) / p.block_size;
-    return {block, static_cast<uint32_t>(slot) - block * p.block_size};
+    return {static_cast<int>(block), static_cast<int>(static_cast<uint32_t>(slot) - block * p.block_size)};
   }
-  return {slot / p.block_size, slot % p.block_size};
+  return {static_cast<int>(slot / p.block_size), static_cast<int>(slot % p.block_size)};
 }
 
 __device__ __forceinline__ int64_t row_offset(const BlockStrides& s, const SlotPosition& at, int head) {
@@ -36,6 +35,23 @@ inline int lanes_for(int head_dim) {
   int lanes = 1;
   while (lanes * 8 < head_dim) lanes *= 2;
   return lanes;
+}
+
+// v / divisor rounded to nearest.  One reciprocal serves all eight; the remainder corrects the quotient (Markstein
+// 1990, doi:10.1147/rd.341.0111).
+__device__ __forceinline__ void divide(const float (&v)[8], float divisor, float (&quotient)[8]) {
+  const float magnitude = fabsf(divisor);
+  if (magnitude > 0x1p-100f && magnitude < 0x1p100f) {
+    const float reciprocal = 1.0f / divisor;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float q = v[i] * reciprocal, remainder = fmaf(-q, divisor, v[i]);
+      quotient[i] = fabsf(q) < INFINITY ? fmaf(remainder, reciprocal, q) : q;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) quotient[i] = v[i] / divisor;
+  }
 }
 
 // Quantises a lane's eight elements v of a row and stores them.  All lanes of the warp call it together.
@@ -57,8 +73,7 @@ __device__ __forceinline__ void store_quantized(const float (&v)[8], RowGroup gr
   }
   if (at.block < 0 || !active) return;
   float scaled[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) scaled[i] = v[i] / scale;
+  divide(v, scale, scaled);
   store_piece(cache + row_offset(strides, at, head) + group.lane * 8, quantize(scaled, dtype), aligned);
 }
 

@@ -48,35 +48,43 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A group of lanes (threadIdx.x) quantises the K and V rows of one token and head.
-template <class T>
+// A group of lanes (threadIdx.x) quantises the K and V rows of kRows pairs of token and head, blockDim.y apart.
+template <class T, int kRows>
 __global__ void __launch_bounds__(kThreads)
     quantize_rows_kernel(const __grid_constant__ KvWriteParams p, const Alignment aligned) {
   ptx::pdl_launch_dependents();
   const RowGroup group = {static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x)};
-  const int row = blockIdx.x * blockDim.y + threadIdx.y;
-  const int token = row / p.num_kv_heads, head = row % p.num_kv_heads;
-  const bool active = token < p.num_tokens && group.lane * 8 < p.head_dim;
+  const int first = blockIdx.x * blockDim.y * kRows + threadIdx.y;
   ptx::pdl_wait();
 
-  Piece<sizeof(T)> key = {}, value = {};
-  SlotPosition at = {-1, 0};
-  if (active) {
-    key = load_piece<sizeof(T)>(
-        static_cast<const T*>(p.key) + token * p.key_strides.token + head * p.key_strides.head + group.lane * 8,
-        aligned.key);
-    value = load_piece<sizeof(T)>(
-        static_cast<const T*>(p.value) + token * p.value_strides.token + head * p.value_strides.head + group.lane * 8,
-        aligned.value);
-    at = locate_slot(p, token);
+  Piece<sizeof(T)> keys[kRows], values[kRows];
+  SlotPosition at[kRows];
+  int heads[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = first + i * blockDim.y, token = row / p.num_kv_heads;
+    heads[i] = row - token * p.num_kv_heads;
+    keys[i] = values[i] = {};
+    at[i] = {-1, 0};
+    if (token >= p.num_tokens) continue;
+    at[i] = locate_slot(p, token);
+    if (group.lane * 8 >= p.head_dim) continue;
+    const int64_t k = token * p.key_strides.token + heads[i] * p.key_strides.head + group.lane * 8;
+    const int64_t v = token * p.value_strides.token + heads[i] * p.value_strides.head + group.lane * 8;
+    keys[i] = load_piece<sizeof(T)>(static_cast<const T*>(p.key) + k, aligned.key);
+    values[i] = load_piece<sizeof(T)>(static_cast<const T*>(p.value) + v, aligned.value);
   }
-  float v[8];
-  to_float(key, T{}, v);
-  store_quantized(v, group, active, static_cast<uint8_t*>(p.key_cache), p.key_cache_strides, aligned.key_cache,
-                  p.k_scale, at, head, p.cache_dtype);
-  to_float(value, T{}, v);
-  store_quantized(v, group, active, static_cast<uint8_t*>(p.value_cache), p.value_cache_strides, aligned.value_cache,
-                  p.v_scale, at, head, p.cache_dtype);
+  const bool active = group.lane * 8 < p.head_dim;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    float v[8];
+    to_float(keys[i], T{}, v);
+    store_quantized(v, group, active, static_cast<uint8_t*>(p.key_cache), p.key_cache_strides, aligned.key_cache,
+                    p.k_scale, at[i], heads[i], p.cache_dtype);
+    to_float(values[i], T{}, v);
+    store_quantized(v, group, active, static_cast<uint8_t*>(p.value_cache), p.value_cache_strides, aligned.value_cache,
+                    p.v_scale, at[i], heads[i], p.cache_dtype);
+  }
 }
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
@@ -91,9 +99,10 @@ void launch_write_kv(const KvWriteParams& p, cudaStream_t stream) {
                              rows_aligned(p.value_cache, p.value_cache_strides, p.cache_dtype)};
   if (is_quantized(p.cache_dtype)) {
     dispatch_float(p.dtype, [&](auto tag) {
+      constexpr int kRows = 2;
       const dim3 block(lanes_for(p.head_dim), kThreads / lanes_for(p.head_dim));
-      const dim3 grid(ceil_div(int64_t{p.num_tokens} * p.num_kv_heads, block.y));
-      launch_pdl(quantize_rows_kernel<decltype(tag)>, grid, block, stream, p, aligned);
+      const dim3 grid(ceil_div(int64_t{p.num_tokens} * p.num_kv_heads, int64_t{block.y} * kRows));
+      launch_pdl(quantize_rows_kernel<decltype(tag), kRows>, grid, block, stream, p, aligned);
     });
     return;
   }

@@ -16,30 +16,33 @@ __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ MergeParams p, bool a_aligned, bool b_aligned, bool out_aligned) {
   ptx::pdl_launch_dependents();
   ptx::pdl_wait();
-  const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  const int64_t token = row / p.num_heads;
-  const int head = static_cast<int>(row % p.num_heads), element = threadIdx.x * 8;
+  const int row = blockIdx.x * blockDim.y + threadIdx.y;
+  const int token = row / p.num_heads, head = row - token * p.num_heads, element = threadIdx.x * 8;
   const bool in_range = token < p.num_tokens, active = in_range && element < p.head_dim;
   const auto offset = [&](const TokenStrides& s) { return token * s.token + head * s.head; };
 
-  float a[8] = {}, b[8] = {}, lse_a = -INFINITY, lse_b = -INFINITY;
+  Piece<sizeof(T)> piece_a = {}, piece_b = {};
+  float lse_a = -INFINITY, lse_b = -INFINITY;
+  if (active) {
+    piece_a = load_piece<sizeof(T)>(static_cast<const T*>(p.output_a) + offset(p.a_strides) + element, a_aligned);
+    piece_b = load_piece<sizeof(T)>(static_cast<const T*>(p.output_b) + offset(p.b_strides) + element, b_aligned);
+  }
   if (in_range) {
     lse_a = p.lse_a[offset(p.lse_a_strides)];
     lse_b = p.lse_b[offset(p.lse_b_strides)];
   }
-  // The values of an empty side may be NaN: they are not read.
-  if (active && lse_a != -INFINITY)
-    to_float(load_piece<sizeof(T)>(static_cast<const T*>(p.output_a) + offset(p.a_strides) + element, a_aligned), T{},
-             a);
-  if (active && lse_b != -INFINITY)
-    to_float(load_piece<sizeof(T)>(static_cast<const T*>(p.output_b) + offset(p.b_strides) + element, b_aligned), T{},
-             b);
-
+  float a[8], b[8];
+  to_float(piece_a, T{}, a);
+  to_float(piece_b, T{}, b);
   const float largest = fmaxf(lse_a, lse_b), base = largest == -INFINITY ? 0.0f : largest;
   const float exp_a = expf(lse_a - base), exp_b = expf(lse_b - base), sum = exp_a + exp_b;
   const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) a[i] = (exp_a * a[i] + exp_b * b[i]) * inverse;
+  for (int i = 0; i < 8; ++i) {
+    // The values of an empty side may be NaN.
+    const float part_a = lse_a == -INFINITY ? 0.0f : exp_a * a[i], part_b = lse_b == -INFINITY ? 0.0f : exp_b * b[i];
+    a[i] = (part_a + part_b) * inverse;
+  }
   __syncwarp();
   if (active) store_piece(static_cast<T*>(p.out) + offset(p.out_strides) + element, from_float(a, T{}), out_aligned);
   if (in_range && threadIdx.x == 0) p.out_lse[offset(p.out_lse_strides)] = base + logf(sum);
