@@ -30,7 +30,7 @@ __device__ void store_rows(const KernelArgs& args, const Piece& piece, const Sco
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = warp * C::kWarpRows + m * 16 + h * 8 + lane / 4;
-      if (row >= writer.num_rows()) continue;
+      if (row >= piece.num_rows) continue;
       writer.begin_row(row, rows.maximum[m][h] * rule.log2_rate, rows.sum[m][h], lane % 4 == 0);
 #pragma unroll
       for (int n = 0; n < Rows<C>::kDimTiles; ++n)
@@ -62,7 +62,7 @@ __device__ void merge_warps_and_store(const KernelArgs& args, const Piece& piece
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = h * 8 + lane / 4;
-    if (row >= writer.num_rows()) continue;
+    if (row >= piece.num_rows) continue;
     const float reference = exp2_reference(maximum_of(row));
     const float weight = ptx::exp2(rows.maximum[0][h] * rule.log2_rate - reference) * value_scale;
 #pragma unroll
@@ -73,7 +73,7 @@ __device__ void merge_warps_and_store(const KernelArgs& args, const Piece& piece
   __syncthreads();
   constexpr int kRowThreads = C::kThreads / C::kRows;
   const int row = threadIdx.x / kRowThreads, part = threadIdx.x % kRowThreads;
-  if (row >= writer.num_rows()) return;
+  if (row >= piece.num_rows) return;
   const float maximum = maximum_of(row), reference = exp2_reference(maximum);
   float sum = 0.f;
 #pragma unroll
@@ -167,12 +167,17 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
         __syncthreads();
       }
       const int row0 = C::kDecode ? 0 : warp * C::kWarpRows, key0 = C::kDecode ? warp * C::kWarpKeys : 0;
-      const bool load_aligned = load && loader.aligned();
-      rows.add_tile(p, piece, rule, ptx::smem_address(smem + C::kQuery) + row0 * C::kRowBytes,
-                    loader.tile_address(stage) + key0 * C::kRowBytes, row0, tile * C::kKeys + key0,
-                    loader.scales(stage) + key0, [&](int step) {
-                      if (load_aligned && step < Loader<C>::kLoadSteps) loader.load_step(next_stage, step);
-                    });
+      auto load_next = [&, load = load && loader.aligned()](int step) {
+        if (load && step < Loader<C>::kLoadSteps) loader.load_step(next_stage, step);
+      };
+      if (row0 < piece.num_rows) {
+        rows.add_tile(p, piece, rule, ptx::smem_address(smem + C::kQuery) + row0 * C::kRowBytes,
+                      loader.tile_address(stage) + key0 * C::kRowBytes, row0, tile * C::kKeys + key0,
+                      loader.scales(stage) + key0, load_next);
+      } else {
+#pragma unroll 1
+        for (int step = 0; step < Loader<C>::kLoadSteps; ++step) load_next(step);
+      }
       ptx::cp_async_commit();
       if (thread < C::kKeys) loader.publish_offset(piece, stage, tile + args.stages, thread, block);
       stage = stage == ahead ? 0 : stage + 1;

@@ -29,8 +29,6 @@ class Writer {
   __device__ Writer(const AttentionParams& p, TileShape shape, const Partials& partials, const Piece& piece)
       : p_(p), shape_(shape), partials_(partials), piece_(piece), group_(p.num_heads / p.num_kv_heads) {}
 
-  __device__ int num_rows() const { return min(shape_.rows, piece_.entry.q_len * group_ - piece_.entry.first_row); }
-
   // Row `row` of the tile, to be followed by its output in pairs.  `maximum` is in log2 units; one of the threads that
   // share the row stores the state.
   __device__ void begin_row(int row, float maximum, float sum, bool stores_state) {

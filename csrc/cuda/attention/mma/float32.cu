@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads) float32_kernel(const __grid_constant
   Piece piece;
   while (walk.next(p, piece)) {
     const PlanEntry& e = piece.entry;
-    const int num_rows = min(kRows, e.q_len * group - e.first_row);
+    const int num_rows = piece.num_rows;
     const int my_row = e.first_row + min(row, num_rows - 1);
     const int position = e.seq_len - e.q_len + my_row / group;
     const float slope = p.alibi_slopes ? p.alibi_slopes[piece.head * group + my_row % group] : 0.f;

@@ -109,17 +109,16 @@ class Loader {
     constexpr int kRowChunks = C::kRowBytes / 16, kRowsAtOnce = C::kThreads / kRowChunks;
     const PlanEntry& e = piece.entry;
     const int group = p.num_heads / p.num_kv_heads;
-    const int num_rows = min(C::kRows, e.q_len * group - e.first_row);
     const int chunk = threadIdx.x % kRowChunks;
     const int there = max(0, min(16, p.head_dim * 2 - chunk * 16));
 #pragma unroll 1
     for (int row = threadIdx.x / kRowChunks; row < C::kRows; row += kRowsAtOnce) {
-      const int packed = e.first_row + min(row, num_rows - 1);
+      const int packed = e.first_row + min(row, piece.num_rows - 1);
       const int64_t from = (e.q_begin + packed / group) * p.query_strides.token +
                            (piece.head * group + packed % group) * p.query_strides.head;
       unsigned char* to = smem_ + C::kQuery + swizzled(row, chunk, C::kRowBytes);
       const unsigned char* source = static_cast<const unsigned char*>(p.query) + from * 2 + chunk * 16;
-      const int bytes = row < num_rows ? there : 0;
+      const int bytes = row < piece.num_rows ? there : 0;
       if (args_.query_bytes == 16)
         ptx::cp_async_16(ptx::smem_address(to), source, bytes);
       else

@@ -60,6 +60,7 @@ __device__ inline KeySpan key_span(const AttentionParams& p, TileShape shape, co
 struct Piece {
   PlanEntry entry;
   KeySpan span;
+  int num_rows;              // of the query tile
   int head;                  // KV head
   int tile_begin, tile_end;  // its key tiles
   bool first, last;          // holds the first, the last key tile of span
@@ -100,6 +101,7 @@ class Walk {
       }
       piece.entry = entry_;
       piece.span = key_span(p, shape_, entry_);
+      piece.num_rows = min(shape_.rows, entry_.q_len * (p.num_heads / p.num_kv_heads) - entry_.first_row);
       const unsigned tiles = piece.span.tile_end - piece.span.tile_begin;
       const unsigned offset = static_cast<unsigned>(position_ - entry_.begin);
       piece.head = offset / tiles;
