@@ -282,3 +282,22 @@ def set_scales(cache) -> None:
         for i in range(cache.num_layers):
             for scale in cache.scales(i):
                 scale.fill_(0.05)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_steps_of_fixed_size(device, architecture, monkeypatch):
+    """What a graph captures, run as it is: inputs in fixed buffers, padded with inert rows that keep old entries."""
+    from paged_attn.engine import graphs
+
+    def record(self, step):
+        result = step()
+        return lambda: result.copy_(step()), result
+
+    monkeypatch.setattr(graphs.StepGraphs, "_record", record)
+    prompts, params = random_requests(30, seed=6)
+    engine = make_engine(architecture, device, num_blocks=20, overlap=True, cuda_graphs=True, max_batch_tokens=40)
+    completions = engine.generate(prompts, params)
+    assert [c.token_ids for c in completions] == expected_tokens(architecture, device, prompts, params)
+    assert {key for key, _ in engine.runner.graphs.graphs} == {True, False}
+    assert engine.stats().preemptions > 0
+    check_empty(engine)

@@ -44,7 +44,7 @@ class Engine:
         max_batch_tokens: most tokens in a step; longer prompts run in chunks beside the decodes.
         max_model_len: longest sequence; default what the model was made for.
         preemption: "recompute" or "swap" (to the cache's host blocks, while there are enough).
-        cuda_graphs: run decode steps as captured graphs; default: on a GPU, where the model allows it.
+        cuda_graphs: run decodes and small mixed steps as captured graphs; default: on a GPU, where the model allows it.
         compile: torch.compile the layers of a fused model.
         overlap: launch a step before the tokens of the one before it are read; default: on a GPU.
         tokenizer: needed for stop strings only.
@@ -83,6 +83,7 @@ class Engine:
             make_forward(model, self.cache, fused, compile),
             model.device,
             max_num_seqs,
+            max_batch_tokens,
             -(-self.max_model_len // self.cache.block_size),
             cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs,
         )

@@ -28,6 +28,11 @@ class Inputs:
 Forward = Callable[[Inputs], Tensor]  # logits [R, V]
 
 
+def with_newest(ids: Tensor, sources: Tensor, newest: Tensor) -> Tensor:
+    """``ids``, or where ``sources`` names a slot, the newest token of that slot."""
+    return torch.where(sources >= 0, newest[sources.clamp(min=0)], ids)
+
+
 def make_forward(model: torch.nn.Module, cache: paged_attn.PagedKVCache, fused: bool | None, compile: bool) -> Forward:
     """The model's forward pass over ``cache``. ``fused``: None decides by the model, True insists."""
     from paged_attn.engine.llama import LlamaForward
