@@ -178,8 +178,7 @@ def test_paged_cache_needs_our_attention(device):
 # Continuous batching
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt_oss"])
-def test_generate_batch_equals_eager(device, architecture):
+def check_generate_batch(device: str, architecture: str, **options) -> None:
     pytest.importorskip("psutil")
     model = tiny_model(architecture, device)
     generator = torch.Generator().manual_seed(11)
@@ -193,8 +192,39 @@ def test_generate_batch_equals_eager(device, architecture):
             max_new_tokens=10, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
         continuous_batching_config=transformers.ContinuousBatchingConfig(
-            block_size=8, num_blocks=64, max_batch_tokens=24, use_cuda_graph=False
+            **{"block_size": 8, "num_blocks": 64, "max_batch_tokens": 24, "use_cuda_graph": False, **options}
         ),
         progress_bar=False,
     )
     assert [list(output.generated_tokens) for output in outputs.values()] == expected
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt_oss"])
+def test_generate_batch_equals_eager(device, architecture):
+    check_generate_batch(device, architecture)
+
+
+def test_generate_batch_in_cuda_graphs(cuda):
+    check_generate_batch(cuda, "llama", use_cuda_graph=True, use_async_batching=True)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_generate_batch_with_decode_tables(device, architecture, monkeypatch):
+    """Asked for, transformers hands over block tables; models with sliding layers go on without."""
+    from transformers.generation.continuous_batching import initialization
+
+    from paged_attn.integrations import _paged_continuous
+
+    decide = initialization.ensure_decode_fast_path_is_available
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", decide)
+    register(decode_tables=True)
+    seen = []
+    attend = _paged_continuous._group_tables
+
+    def watch(group, cu_seqlens_k, max_seqlen_k, cache, kwargs):
+        seen.append(kwargs["block_table"] is not None)
+        return attend(group, cu_seqlens_k, max_seqlen_k, cache, kwargs)
+
+    monkeypatch.setattr(_paged_continuous, "_group_tables", watch)
+    check_generate_batch(device, architecture)
+    assert any(seen) == (architecture == "llama")

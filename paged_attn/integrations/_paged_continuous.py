@@ -23,8 +23,29 @@ _OF_THE_BATCH = {
     "logits_processor_args",
 }
 
-# Tables of the forward pass in flight, for each layer group of a cache: made by the group's first layer.
-_tables: WeakKeyDictionary[Any, dict[int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+# Block table, lengths and slots of the forward pass in flight, for each layer group of a cache: made by the group's
+# first layer.
+_tables: WeakKeyDictionary[Any, dict[int, tuple[Tensor, Tensor, Tensor]]] = WeakKeyDictionary()
+
+
+def ask_for_decode_tables(name: str) -> None:
+    """Let transformers hand block tables to ``name`` in steps of decodes alone.
+
+    transformers 5.17 does that for its flash attentions only; this replaces the function that decides. Without, the
+    table is derived from the slots of all tokens, which have to be uploaded each step.
+    """
+    from transformers.generation.continuous_batching import initialization
+
+    decide = initialization.ensure_decode_fast_path_is_available
+    if getattr(decide, "asks_for", None) == name:
+        return
+
+    def ensure_decode_fast_path_is_available(config: Any, cb_config: Any, user_requested: bool) -> None:
+        if config._attn_implementation != name:
+            decide(config, cb_config, user_requested)
+
+    ensure_decode_fast_path_is_available.asks_for = name
+    initialization.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available
 
 
 def continuous_attention(
@@ -55,20 +76,17 @@ def continuous_attention(
         # These layers write over old slots of a ring, so what is read must be read first: transformers' own update.
         keys, values = cache.update(key, value, layer_idx, kwargs["read_index"], kwargs["write_index"])
         key_cache, value_cache = keys[:, None], values[:, None]
-        tables = _contiguous_tables(cu_seqlens_k, max_seqlen_k)
+        block_table, seq_lens = _contiguous_tables(cu_seqlens_k, max_seqlen_k)
     else:
         group, index = cache.layer_index_to_group_indices[layer_idx]
         key_cache = cache.key_cache[index].unflatten(0, (-1, cache.block_size))
         value_cache = cache.value_cache[index].unflatten(0, (-1, cache.block_size))
-        slots = kwargs["write_index"][group]
-        paged_attn.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, slots)
         of_cache = _tables.setdefault(cache, {})
         if index == 0:
-            read = kwargs["read_index"][group]
-            of_cache[group] = _block_tables(slots if read.numel() == 0 else read, cu_seqlens_k, max_seqlen_k, cache)
-        tables = of_cache[group]
+            of_cache[group] = _group_tables(group, cu_seqlens_k, max_seqlen_k, cache, kwargs)
+        block_table, seq_lens, slots = of_cache[group]
+        paged_attn.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, slots)
 
-    block_table, seq_lens = tables
     output = paged_attn.paged_attention(
         query[0].transpose(0, 1),
         key_cache,
@@ -86,12 +104,24 @@ def _of_kind(setting: Any, kind: str) -> Any:
     return setting[kind] if isinstance(setting, dict) else setting
 
 
-def _block_tables(slots: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, cache: Any) -> tuple[Tensor, Tensor]:
-    """Block table and lengths from the slots of all tokens in order: every block's first token names its block."""
-    width = -(-max(int(max_seqlen_k), 1) // cache.block_size)
-    firsts = cu_seqlens_k[:-1, None] + torch.arange(0, width * cache.block_size, cache.block_size, device=slots.device)
-    firsts = firsts.clamp_(max=slots.numel() - 1)  # entries past a sequence's end are never read
-    return (slots[firsts] // cache.block_size).to(torch.int32), cu_seqlens_k.diff()
+def _group_tables(
+    group: int, cu_seqlens_k: Tensor, max_seqlen_k: int, cache: Any, kwargs: dict
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Block table, lengths, and the slots of the new tokens. Without a table from transformers, the slots of all tokens
+    in order tell: every block's first token names its block."""
+    seq_lens, size = cu_seqlens_k.diff(), cache.block_size
+    if kwargs.get("block_table") is not None:
+        block_table = kwargs["block_table"][group]
+        last = seq_lens[:, None] - 1  # -1 for a row of padding
+        blocks = block_table.gather(1, (last.clamp(min=0) // size).long())
+        slots = torch.where(last < 0, -1, blocks * size + last % size)[:, 0]
+        return block_table, seq_lens, slots
+    slots, read = kwargs["write_index"][group], kwargs["read_index"][group]
+    every = slots if read.numel() == 0 else read
+    width = -(-max(int(max_seqlen_k), 1) // size)
+    firsts = cu_seqlens_k[:-1, None] + torch.arange(0, width * size, size, device=slots.device)
+    firsts = firsts.clamp_(max=every.numel() - 1)  # entries past a sequence's end are never read
+    return (every[firsts] // size).to(torch.int32), seq_lens, slots
 
 
 def _contiguous_tables(cu_seqlens_k: Tensor, max_seqlen_k: int) -> tuple[Tensor, Tensor]:

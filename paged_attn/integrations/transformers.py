@@ -21,15 +21,22 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import paged_attn
 from paged_attn.integrations._options import AttentionOptions
 from paged_attn.integrations._paged_cache import PagedCache, StepCache, cache_shape, pending_update, scale_options
-from paged_attn.integrations._paged_continuous import continuous_attention
+from paged_attn.integrations._paged_continuous import ask_for_decode_tables, continuous_attention
 
 __all__ = ["NAME", "PagedCache", "StepCache", "cache_shape", "register", "scale_options"]
 
 NAME = "paged_attn"
 
 
-def register() -> None:
-    """Make ``attn_implementation="paged_attn"`` and ``"paged|paged_attn"`` known to transformers; may be repeated."""
+def register(*, decode_tables: bool = False) -> None:
+    """Make ``attn_implementation="paged_attn"`` and ``"paged|paged_attn"`` known to transformers; may be repeated.
+
+    Args:
+        decode_tables: for ``generate_batch()``, get block tables in steps of decodes alone. It replaces a function
+            inside transformers 5.17, for good, with an effect on ``"paged|paged_attn"`` only.
+    """
+    if decode_tables:
+        ask_for_decode_tables(f"paged|{NAME}")
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, padding_mask)
     AttentionInterface.register(f"paged|{NAME}", continuous_attention)
