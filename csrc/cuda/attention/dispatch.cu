@@ -44,7 +44,7 @@ void launch_paged_attention(const AttentionParams& p, Workspace& workspace, cuda
       throw std::invalid_argument(std::string("backend 'sm90': its ") + (sm90_decode ? "prefill" : "decode") +
                                   " kernel cannot serve these shapes, dtypes, strides and options");
   }
-  const Path decode = sm90_decode ? Path{sm90::decode_max_rows(), sm90::launch_decode}
+  const Path decode = sm90_decode ? Path{sm90::decode_max_rows(p), sm90::launch_decode}
                                   : Path{mma::decode_max_rows(), mma::launch_decode};
   const Path prefill = {INT_MAX, sm90_prefill ? sm90::launch_prefill : mma::launch_prefill};
   launch_by_length(p, decode, prefill, workspace, stream);

@@ -19,8 +19,8 @@ struct QueryRange {
 // p.backend; it may be asked on any device.
 namespace sm90 {
 
-// The most packed rows (query tokens x group) of a sequence that the decode kernel takes.
-int decode_max_rows();
+// The most packed rows (query tokens x group) of a sequence that the decode kernel takes for this call.
+int decode_max_rows(const AttentionParams& p);
 bool decode_supports(const AttentionParams& p);
 void launch_decode(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream);
 

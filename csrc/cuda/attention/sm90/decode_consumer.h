@@ -1,0 +1,170 @@
+// A consumer warp: drains the ring tile by tile and finishes rows at the end of a piece.
+#pragma once
+
+#include "decode_producer.h"
+#include "decode_tile.h"
+
+namespace paged_attn::sm90 {
+
+// An item as its end sees it.
+struct Item {
+  Pieces pieces;
+  RowMap rows;
+  int num_rows;
+};
+
+// Warps are numbered (head slot, row group, slice of 16 tokens).  Those that differ in the slice alone are a team: they
+// hold the same rows over different tokens, and meet at the end of a piece.
+template <class Traits>
+struct Consumer {
+  static constexpr int kSlices = Traits::kSlices, kHeadDim = Traits::kHeadDim, kWarpRows = Traits::kWarpRows;
+  static constexpr int kPitch = Traits::kSumPitch;
+  using Row = Partial<kHeadDim>;
+
+  const DecodeArgs& a;
+  int team, slice, head, first_row;
+  float* sums;    // [kSlices, kWarpRows, kPitch]: the states of the team
+  float2* stats;  // [kSlices, kWarpRows]
+
+  __device__ __forceinline__ Consumer(const DecodeArgs& args, unsigned char* shared) : a(args) {
+    const int warp = threadIdx.x / 32;
+    team = warp / kSlices, slice = warp % kSlices;
+    head = team / Traits::kRowGroups;
+    first_row = team % Traits::kRowGroups * kWarpRows;
+    sums = reinterpret_cast<float*>(shared + Traits::kSumOffset) + team * kSlices * kWarpRows * kPitch;
+    stats = reinterpret_cast<float2*>(shared + Traits::kStatsOffset) + team * kSlices * kWarpRows;
+  }
+
+  __device__ __forceinline__ void meet() const { ptx::named_barrier_sync(1 + team, kSlices * 32); }
+
+  __device__ __forceinline__ void share_state(const SoftmaxState<Traits>& x) const {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    meet();  // what was here before has been read
+#pragma unroll
+    for (int j = 0; j < Traits::kRowTiles; j++) {
+      const int row = slice * kWarpRows + j * 8 + 2 * t;
+      float* mine = sums + row * kPitch;
+#pragma unroll
+      for (int m = 0; m < kHeadDim / 16; m++) {
+        const int column = m * 16 + (Traits::kQuantized ? 2 * g : g), next = Traits::kQuantized ? 1 : 8;
+        mine[column] = x.o[j][m][0], mine[column + next] = x.o[j][m][2];
+        mine[kPitch + column] = x.o[j][m][1], mine[kPitch + column + next] = x.o[j][m][3];
+      }
+      if (g == 0) {
+        stats[row] = make_float2(x.max[j][0], x.sum[j][0]);
+        stats[row + 1] = make_float2(x.max[j][1], x.sum[j][1]);
+      }
+    }
+    meet();
+  }
+
+  // Row i of the team, from its states.
+  __device__ __forceinline__ void add_states(Row& y, int i) const {
+#pragma unroll
+    for (int k = 0; k < kSlices; k++) y.max = fmaxf(y.max, stats[k * kWarpRows + i].x);
+#pragma unroll
+    for (int k = 0; k < kSlices; k++) {
+      const float2 s = stats[k * kWarpRows + i];
+      const float weight = ptx::exp2(s.x - y.max);
+      y.sum += s.y * weight;
+#pragma unroll
+      for (int v = 0; v < Row::kVectors; v++)
+        if (y.has(v))
+          y.add(v,
+                *reinterpret_cast<const float4*>(sums + (k * kWarpRows + i) * kPitch + v * 128 + threadIdx.x % 32 * 4),
+                weight);
+    }
+  }
+
+  // The end of a piece, in up to three steps that share one copy of the code: the rows of the piece itself; the item,
+  // if we computed and published all of its pieces; and after our last piece the item that an earlier CTA began, held
+  // back until now because by now all of its pieces are about ready.
+  __device__ __forceinline__ void finish_piece(const Item& item, int piece, bool last_of_share, Item& held) const {
+    const Pieces& pieces = item.pieces;
+    const bool ends = pieces.count > 1 && piece == pieces.count - 1;
+    const bool ours = pieces.first_cta == blockIdx.x;
+    const bool direct = ends && last_of_share && a.max_parts == 1;
+    if (ends && !ours && !direct) held = item;
+#pragma unroll 1
+    for (int step = 0; step < 3; step++) {
+      if (step == 1 && !(ends && ours)) continue;
+      if (step == 2 && !(last_of_share && held.num_rows > 0)) continue;
+      Item x = item;
+      if (step == 2) x = held;
+      const int published = step > 0 ? x.pieces.count : direct ? x.pieces.count - 1 : 0;
+#pragma unroll 1
+      for (int i = slice; i < kWarpRows; i += kSlices) {
+        const int row = first_row + i;
+        if (row >= x.num_rows) break;
+        Row y;
+        y.clear();
+        if (step == 0) add_states(y, i);
+        if (published > 0) merge_published<Traits>(a, y, x.pieces, published, head * a.max_rows + row);
+        if (published > 0 || x.pieces.count == 1)
+          write_row<Traits>(a, x.rows, row, y);
+        else
+          publish<Traits>(a, y, x.pieces.slot(piece), head * a.max_rows + row);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run(const Ring& ring, Walk<Traits> w) {
+    const AttentionParams& p = a.p;
+    const bool is_bfloat = p.dtype == DType::kBFloat16;
+    LaneMap<Traits> lanes(a, head, slice * 16);
+    Item held;
+    held.num_rows = 0;
+    Cursor stage, query;
+    for (; !w.done; w.next_item(a)) {
+      Item item;
+      item.pieces = Pieces::of(a, w);
+      item.rows = {w.s.query_begin, w.head_group * Traits::kHeads + head, a.group, a.group_inverse};
+      item.num_rows = min(w.s.query_len * a.group, a.max_rows);
+      const Visibility see(a, w.s);
+      float scale_log2 = p.scale * kLog2e;
+      if (Traits::kQuantized && p.k_scale.data)
+        scale_log2 *= __ldg(p.k_scale.data + item.rows.kv_head * p.k_scale.strides.head);
+      const uint32_t query_buffer = ring.stages + Traits::kQueryOffset + query.index * Traits::kQueryBytes;
+      const uint32_t query_free = ring.query + query.index * 8;
+      query.step(2);
+      lanes.set_rows(head, first_row, item.num_rows);
+      uint32_t q[Traits::kRowTiles][kHeadDim / 32][4];
+      ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);
+      if (Traits::kQueryInRegisters) {
+#pragma unroll
+        for (int j = 0; j < Traits::kRowTiles; j++)
+#pragma unroll
+          for (int i = 0; i < kHeadDim / 32; i++)
+            load_query_fragment<Traits>(q[j][i], query_buffer + lanes.query[j], i, is_bfloat);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(query_free);
+      }
+      const int limit = w.limit();
+      while (w.tile < limit) {
+        const int piece = item.pieces.index(w.tile);
+        const int end = a.max_parts == 1 ? limit : min(limit, (piece + 1) * item.pieces.part);
+        SoftmaxState<Traits> x;
+        x.clear();
+        for (; w.tile < end; w.tile++) {
+          ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);
+          const int first_token = w.first_token() + slice * 16;
+          if (!Traits::kLoadsOnly && first_token < see.len && first_token + 16 > see.first_key)
+            attend<Traits>(a, x, lanes, ring.stages + stage.index * Traits::kStageBytes, query_buffer, q, scale_log2,
+                           item.rows, first_row, first_token, see, is_bfloat);
+          __syncwarp();
+          if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring.empty + stage.index * 8);
+          stage.step(Traits::kStages);
+        }
+        if (!Traits::kQueryInRegisters && end == limit) {
+          __syncwarp();
+          if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(query_free);
+        }
+        if (Traits::kLoadsOnly) continue;
+        share_state(x);
+        finish_piece(item, piece, end == limit && w.in_last_item(), held);
+      }
+    }
+  }
+};
+
+}  // namespace paged_attn::sm90

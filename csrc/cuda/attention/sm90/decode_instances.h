@@ -1,0 +1,58 @@
+// Which instances of the decode kernel exist.
+#pragma once
+
+#include "decode_launch.h"
+
+namespace paged_attn::sm90 {
+
+// The most packed rows for a head dimension, 0 where there is no instance: what fits the registers of two
+// warps.
+constexpr int most_rows(int head_dim) {
+  switch (head_dim) {
+    case 64:
+      return 64;
+    case 96:
+      return 32;
+    case 128:
+      return 64;
+    case 192:
+    case 256:
+      return 32;
+    default:
+      return 0;
+  }
+}
+
+// The instance for a.p.head_dim and a.max_rows.  One cache type to a file: decode_<type>.cu.
+template <class Cache>
+void launch_for(DecodeArgs& a, Workspace& workspace, cudaStream_t stream);
+
+template <class Cache, int kHeadDim>
+void launch_rows(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
+  constexpr int kMostRows = most_rows(kHeadDim);
+  if (a.max_rows <= 8) return launch<DecodeTraits<Cache, kHeadDim, 8>>(a, workspace, stream);
+  if (a.max_rows <= 16) return launch<DecodeTraits<Cache, kHeadDim, 16>>(a, workspace, stream);
+  if constexpr (kMostRows >= 32)
+    if (a.max_rows <= 32) return launch<DecodeTraits<Cache, kHeadDim, 32>>(a, workspace, stream);
+  if constexpr (kMostRows >= 64) return launch<DecodeTraits<Cache, kHeadDim, 64>>(a, workspace, stream);
+}
+
+template <class Cache>
+void launch_for(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
+  switch (a.p.head_dim) {
+    case 64:
+      return launch_rows<Cache, 64>(a, workspace, stream);
+    case 96:
+      return launch_rows<Cache, 96>(a, workspace, stream);
+    case 128:
+      return launch_rows<Cache, 128>(a, workspace, stream);
+    case 192:
+      return launch_rows<Cache, 192>(a, workspace, stream);
+    case 256:
+      return launch_rows<Cache, 256>(a, workspace, stream);
+    default:
+      throw std::invalid_argument("paged_attention: no Hopper decode kernel for this head dimension");
+  }
+}
+
+}  // namespace paged_attn::sm90

@@ -1,0 +1,47 @@
+// Launches one instance of the decode kernel.
+#pragma once
+
+#include "../launch.h"
+#include "decode_kernel.h"
+#include "tensor_map.h"
+
+namespace paged_attn::sm90 {
+
+// Dimensions: kSwizzle bytes of a row, slot, chunk of the row, head, block.  Layouts differ in strides alone.
+template <class Traits>
+CUtensorMap cache_map(const void* base, const AttentionParams& p, const BlockStrides& strides, int box_tokens) {
+  constexpr int kElement = sizeof(typename Traits::Cache);
+  const auto bytes = [](int64_t stride, int64_t size) {  // a dimension of size 1 may have any stride, even 0
+    return static_cast<uint64_t>(size == 1 ? 16 : stride * kElement);
+  };
+  TensorMapSpec spec;
+  spec.base = base, spec.element_size = kElement, spec.swizzle = Traits::kSwizzle;
+  spec.sizes = {Traits::kSwizzle / kElement, static_cast<uint64_t>(p.block_size), Traits::kChunks,
+                static_cast<uint64_t>(p.num_kv_heads), static_cast<uint64_t>(p.num_blocks)};
+  spec.strides = {bytes(strides.slot, p.block_size), Traits::kSwizzle, bytes(strides.head, p.num_kv_heads),
+                  bytes(strides.block, p.num_blocks)};
+  spec.box = {Traits::kSwizzle / kElement, static_cast<uint32_t>(box_tokens), Traits::kChunks, Traits::kHeads, 1};
+  return tensor_map(spec);
+}
+
+template <class Traits>
+void launch(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
+  const AttentionParams& p = a.p;
+  const int num_ctas = current_device().sm_count;
+  const auto log2 = [](int x) { return 31 - __builtin_clz(x); };
+  const int box_tokens = p.block_size < Traits::kTileTokens ? p.block_size : Traits::kTileTokens;
+  a.box_shift = log2(box_tokens), a.block_shift = log2(p.block_size);
+  a.group_inverse = 65536u / a.group + 1;
+  a.num_head_groups = p.num_kv_heads / Traits::kHeads;
+  a.min_share = (128 + Traits::kTileTokens - 1) / Traits::kTileTokens;
+  a.max_parts = p.batch_invariant ? kMaxParts : 1;
+  const size_t rows = size_t{2} * num_ctas * a.max_parts * Traits::kHeads * a.max_rows;
+  a.partial_out = static_cast<float*>(workspace.marked(rows * (Traits::kHeadDim + 2) * sizeof(float)));
+  a.partial_stats = reinterpret_cast<float2*>(a.partial_out + rows * Traits::kHeadDim);
+
+  launch_kernel(decode_kernel<Traits>, num_ctas, Traits::kThreads, Traits::kSharedBytes, stream, p.pdl,
+                cache_map<Traits>(p.key_cache, p, p.key_strides, box_tokens),
+                cache_map<Traits>(p.value_cache, p, p.value_strides, box_tokens), a);
+}
+
+}  // namespace paged_attn::sm90

@@ -1,0 +1,148 @@
+// The producer warp: block table -> page coordinates -> TMA boxes into the ring of stages.
+//
+// It walks the whole share of its CTA over the ends of items, so the ring never drains there, and looks up page ids one
+// batch of 32 boxes ahead: a lane a box.  Stage i holds K then V of a tile, each as [box][head][chunk][token][kSwizzle
+// bytes], swizzled.  Only boxes that hold a visible key are asked for, and the barrier expects the bytes of those
+// alone.
+#pragma once
+
+#include "decode_merge.h"
+
+namespace paged_attn::sm90 {
+
+struct Ring {
+  uint32_t stages;  // shared-memory addresses
+  uint32_t full;    // [kStages] barriers: 1 arrival, then bytes
+  uint32_t empty;   // [kStages]: one arrival a consumer warp
+  uint32_t query;   // [2]: a query buffer is free again; one arrival a consumer warp
+
+  template <class Traits>
+  __device__ __forceinline__ static Ring at(uint32_t base) {
+    const uint32_t full = base + Traits::kBarrierOffset;
+    return {base, full, full + Traits::kStages * 8, full + Traits::kStages * 16};
+  }
+  template <class Traits>
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < Traits::kStages; i++) {
+      ptx::mbarrier_init(full + i * 8, 1);
+      ptx::mbarrier_init(empty + i * 8, Traits::kWarps);
+    }
+    ptx::mbarrier_init(query, Traits::kWarps);
+    ptx::mbarrier_init(query + 8, Traits::kWarps);
+    ptx::mbarrier_init_fence();
+  }
+};
+
+// Position in a circle of `n` buffers and the parity of the round.
+struct Cursor {
+  int index = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void step(int n) {
+    if (++index == n) index = 0, parity ^= 1;
+  }
+};
+
+// One lane's box of a stage.
+struct Box {
+  int page, row, head_group;
+  int query_begin, query_rows;
+  bool valid;    // the stage belongs to our share
+  bool present;  // the box holds a visible key
+  bool first;    // the stage opens a piece: the query rows ride in it
+};
+
+template <class Traits>
+__device__ __forceinline__ Box look_up(const DecodeArgs& a, const Walk<Traits>& w, int box, bool starts) {
+  Box b;
+  const int token = w.first_token() + (box << a.box_shift);
+  b.valid = !w.done;
+  b.present = b.valid && token < w.s.len && token + (1 << a.box_shift) > w.s.first_key;
+  b.first = starts || w.tile == 0;
+  b.head_group = w.head_group;
+  b.query_begin = w.s.query_begin;
+  b.query_rows = min(w.s.query_len * a.group, a.max_rows);
+  b.row = token & (a.p.block_size - 1);
+  b.page = b.present ? __ldg(a.p.block_table + w.seq * a.p.block_table_stride + (token >> a.block_shift)) : 0;
+  return b;
+}
+
+// Query rows of all heads of an item into a buffer; completion counts on `barrier`.
+template <class Traits>
+__device__ __forceinline__ void load_query(const DecodeArgs& a, uint32_t buffer, int query_begin, int query_rows,
+                                           int head_group, uint32_t barrier) {
+  const AttentionParams& p = a.p;
+  for (int i = threadIdx.x % 32; i < Traits::kHeads * query_rows; i += 32) {
+    const int slot = Traits::kHeads == 1 ? 0 : i / query_rows, row = i - slot * query_rows;
+    const RowMap rows = {query_begin, head_group * Traits::kHeads + slot, a.group, a.group_inverse};
+    const uint16_t* src = static_cast<const uint16_t*>(p.query) +
+                          (query_begin + rows.token(row)) * p.query_strides.token +
+                          (rows.kv_head * a.group + rows.head(row)) * p.query_strides.head;
+    ptx::bulk_load(buffer + (slot * Traits::kRows + row) * Traits::kQueryPitch, src, Traits::kHeadDim * 2, barrier);
+  }
+}
+
+// `early`: lengths and table may be read before the kernel before this one is done.
+template <class Traits>
+__device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap& key_map, const CUtensorMap& value_map,
+                                        const Ring& ring, Walk<Traits> w, bool early) {
+  const int lane = threadIdx.x % 32;
+  const int boxes_shift = 31 - __clz(Traits::kTileTokens) - a.box_shift;  // of a stage, for K and for V
+  const int boxes = 1 << boxes_shift, stages_per_batch = 32 >> boxes_shift;
+  const int box_bytes = (Traits::kHeads * Traits::kRowBytes) << a.box_shift;
+  const int my_stage = lane >> boxes_shift, my_box = lane & (boxes - 1);
+  const uint64_t policy = ptx::l2_evict_first();  // every byte is read once
+  if (lane == 0) {
+    ptx::tensor_map_prefetch(&key_map);
+    ptx::tensor_map_prefetch(&value_map);
+  }
+  w.advance(a, my_stage);
+  Box now = look_up(a, w, my_box, my_stage == 0);
+  w.advance(a, stages_per_batch);
+  Box next = look_up(a, w, my_box, false);
+  if (early) {
+    // L2 is coherent: what the kernel before still writes to these blocks is seen by the loads below.
+    if (now.present && my_stage < Traits::kStages) {
+      ptx::tensor_prefetch_5d(&key_map, 0, now.row, 0, now.head_group * Traits::kHeads, now.page);
+      ptx::tensor_prefetch_5d(&value_map, 0, now.row, 0, now.head_group * Traits::kHeads, now.page);
+    }
+    ptx::pdl_wait();
+  }
+  Cursor stage, query;
+  for (bool more = true; more;) {
+#pragma unroll 1
+    for (int i = 0; i < stages_per_batch; i++) {
+      const int source = i << boxes_shift;
+      more = __shfl_sync(~0u, static_cast<int>(now.valid), source);
+      if (!more) break;
+      const unsigned present = __ballot_sync(~0u, now.present && my_stage == i);
+      const bool first = __shfl_sync(~0u, static_cast<int>(now.first), source);
+      const int query_begin = __shfl_sync(~0u, now.query_begin, source);
+      const int query_rows = __shfl_sync(~0u, now.query_rows, source);
+      const int head_group = __shfl_sync(~0u, now.head_group, source);
+      const uint32_t full = ring.full + stage.index * 8;
+      if (first) ptx::mbarrier_wait(ring.query + query.index * 8, query.parity ^ 1);
+      ptx::mbarrier_wait(ring.empty + stage.index * 8, stage.parity ^ 1);
+      if (lane == 0)
+        ptx::mbarrier_arrive_expect_tx(
+            full, __popc(present) * 2 * box_bytes + (first ? Traits::kHeads * query_rows * Traits::kHeadDim * 2 : 0));
+      __syncwarp();
+      if (my_stage == i && now.present) {
+        const uint32_t dst = ring.stages + stage.index * Traits::kStageBytes + my_box * box_bytes;
+        const int head = head_group * Traits::kHeads;
+        ptx::tensor_load_5d(dst, &key_map, 0, now.row, 0, head, now.page, full, policy);
+        ptx::tensor_load_5d(dst + Traits::kTensorBytes, &value_map, 0, now.row, 0, head, now.page, full, policy);
+      }
+      if (first) {
+        load_query<Traits>(a, ring.stages + Traits::kQueryOffset + query.index * Traits::kQueryBytes, query_begin,
+                           query_rows, head_group, full);
+        query.step(2);
+      }
+      stage.step(Traits::kStages);
+    }
+    now = next;
+    w.advance(a, stages_per_batch);
+    next = look_up(a, w, my_box, false);
+  }
+}
+
+}  // namespace paged_attn::sm90

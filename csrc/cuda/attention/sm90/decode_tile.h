@@ -1,0 +1,295 @@
+// The math of one warp on its 16 tokens of a stage.  Operands are swapped: S^T = K Q^T has tokens on M and query rows
+// on N = 8, so a group of 4 wastes half an mma instead of three quarters; O^T = V^T P^T has the head dimension on M.
+// Every warp keeps a maximum and a sum of its own; warps meet once a piece.
+//
+// 8-bit caches: both products run in fp16, where every 8-bit value is exact; scales are folded into the softmax and the
+// output.  The k slots {2t, 2t + 1, 2t + 8, 2t + 9} of an mma stand for the columns 4t .. 4t + 3 of K, as they lie.
+#pragma once
+
+#include "decode_merge.h"
+
+namespace paged_attn::sm90 {
+
+// Two 8-bit values (the low or the high half of x) to two fp16, exactly.
+template <class Cache>
+__device__ __forceinline__ uint32_t widen(uint32_t x, bool high) {
+  if constexpr (std::is_same_v<Cache, __nv_fp8_e4m3>) {
+    uint32_t d;
+    if (high)
+      asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.rn.f16x2.e4m3x2 %0, h;\n}" : "=r"(d) : "r"(x));
+    else
+      asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.rn.f16x2.e4m3x2 %0, l;\n}" : "=r"(d) : "r"(x));
+    return d;
+  } else if constexpr (std::is_same_v<Cache, __nv_fp8_e5m2>) {  // the upper byte of an fp16
+    return __byte_perm(x, 0, high ? 0x3424 : 0x1404);
+  } else {  // int8: 0x6400 | (x + 128) is the fp16 number 1024 + 128 + x
+    const uint32_t biased = __byte_perm(x ^ 0x80808080u, 0x64646464u, high ? 0x4342 : 0x4140);
+    const __half2 y = __hsub2(*reinterpret_cast<const __half2*>(&biased), __half2half2(__ushort_as_half(0x6480)));
+    return *reinterpret_cast<const uint32_t*>(&y);
+  }
+}
+
+// Two bf16 (or already fp16) to two fp16.
+__device__ __forceinline__ uint32_t to_half2(uint32_t x, bool is_bfloat) {
+  return is_bfloat ? ptx::pack<__half>(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)) : x;
+}
+
+// Where a lane reads: byte offsets into a stage and a query buffer.
+template <class Traits>
+struct LaneMap {
+  uint32_t key, value;  // row and swizzled 16-byte piece of ldmatrix, for the first 32 bytes of a row
+  uint32_t query[Traits::kRowTiles];
+  uint32_t chunk_stride;
+
+  __device__ __forceinline__ static uint32_t piece(uint32_t row, uint32_t column) {  // TMA's swizzle
+    const uint32_t mask = Traits::kSwizzle / 16 - 1;
+    return (column ^ (row * Traits::kSwizzle / 128 & mask)) * 16;
+  }
+  // `token` of the tile, `head` slot of the stage.
+  __device__ __forceinline__ static uint32_t row_offset(const DecodeArgs& a, int head, int token) {
+    const int box = token >> a.box_shift, row = token & ((1 << a.box_shift) - 1);
+    return ((box * Traits::kHeads + head) * Traits::kChunks << a.box_shift) * Traits::kSwizzle + row * Traits::kSwizzle;
+  }
+  __device__ __forceinline__ LaneMap(const DecodeArgs& a, int head, int first_token) {
+    const int lane = threadIdx.x % 32;
+    // Matrices of a load.  K: (tokens 0-7 | 8-15) x (columns 0-7 | 8-15).  V, transposed: the same the other way about.
+    const int key_row = (lane & 7) + (lane >> 3 & 1) * 8, value_row = (lane & 7) + (lane >> 4 & 1) * 8;
+    key = row_offset(a, head, first_token + key_row) + piece(key_row, lane >> 4);
+    value = Traits::kTensorBytes + row_offset(a, head, first_token + value_row) + piece(value_row, lane >> 3 & 1);
+    chunk_stride = Traits::kSwizzle << a.box_shift;
+  }
+  // Rows past the last repeat it, so that nothing uninitialised is computed with.
+  __device__ __forceinline__ void set_rows(int head, int first_row, int rows) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < Traits::kRowTiles; j++) {
+      const int row = min(first_row + j * 8 + (Traits::kQuantized ? lane / 4 : lane & 7), rows - 1);
+      query[j] =
+          (head * Traits::kRows + row) * Traits::kQueryPitch + (Traits::kQuantized ? lane % 4 * 8 : (lane >> 3) * 16);
+    }
+  }
+  // The 32 bytes number `step` of the row, given the address of the first.
+  __device__ __forceinline__ uint32_t step(uint32_t address, int step) const {
+    constexpr int kSteps = Traits::kSwizzle / 32;
+    return (address ^ (step % kSteps * 32)) + step / kSteps * chunk_stride;
+  }
+};
+
+// B fragments of Q^T for the columns 32 i .. 32 i + 31 of row tile j.
+template <class Traits>
+__device__ __forceinline__ void load_query_fragment(uint32_t (&q)[4], uint32_t address, int i, bool is_bfloat) {
+  if constexpr (Traits::kQuantized) {
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      uint32_t x, y;
+      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address + i * 64 + k * 32) : "memory");
+      q[k * 2] = to_half2(x, is_bfloat), q[k * 2 + 1] = to_half2(y, is_bfloat);
+    }
+  } else {
+    ptx::ldmatrix_x4(q, address + i * 64);
+  }
+}
+
+// What the keys of a tile mean to the query rows of a piece.
+struct Visibility {
+  int first_key, len;  // keys outside are unwritten or belong to nobody: their V must not be touched
+  int first_row_end;   // query token i sees keys below first_row_end + causal * i
+  int window;          // and at or above that - window
+  int last_row_begin;  // every row sees the keys from last_row_begin to first_row_end - 1
+  bool causal;
+
+  __device__ __forceinline__ Visibility(const DecodeArgs& a, const Sequence& s) {
+    first_key = s.first_key, len = s.len, causal = a.p.causal, window = a.window;
+    first_row_end = causal ? s.len - s.query_len + 1 : s.len;
+    last_row_begin = max(0, s.len - window);
+  }
+};
+
+// The state of a warp's query rows over the tokens it has seen.
+template <class Traits>
+struct SoftmaxState {
+  static constexpr int kRowTiles = Traits::kRowTiles, kDimTiles = Traits::kHeadDim / 16;
+  float o[kRowTiles][kDimTiles][4];  // O^T: columns on M, rows 2t and 2t + 1 on N
+  float sum[kRowTiles][4];           // [0] and [1]: of rows 2t and 2t + 1
+  float max[kRowTiles][2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int j = 0; j < kRowTiles; j++) {
+      max[j][0] = max[j][1] = kNoMaximum;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        sum[j][i] = 0.f;
+#pragma unroll
+        for (int m = 0; m < kDimTiles; m++) o[j][m][i] = 0.f;
+      }
+    }
+  }
+};
+
+// Scores in log2 units, from raw products: scale, soft cap, ALiBi, masks, in this order.
+template <class Traits>
+__device__ __forceinline__ void finish_scores(const DecodeArgs& a, float (&c)[Traits::kRowTiles][4], float scale_log2,
+                                              const RowMap& rows, int first_row, int first_token,
+                                              const Visibility& see) {
+  const AttentionParams& p = a.p;
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < Traits::kRowTiles; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[j][i] *= scale_log2;
+  if (p.softcap > 0.f) {
+#pragma unroll
+    for (int j = 0; j < Traits::kRowTiles; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) c[j][i] = soft_cap(c[j][i] * kLn2, p.softcap) * kLog2e;
+  }
+  if (p.alibi_slopes) {
+#pragma unroll
+    for (int j = 0; j < Traits::kRowTiles; j++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int row = first_row + j * 8 + t * 2 + e, token = rows.token(row);
+        const float slope = __ldg(p.alibi_slopes + rows.kv_head * a.group + row - token * a.group) * kLog2e;
+        const int distance = first_token + g - (see.first_row_end - 1 + (see.causal ? token : 0));
+        c[j][e] += slope * distance;
+        c[j][e + 2] += slope * (distance + 8);
+      }
+  }
+  if (first_token + 16 > see.first_row_end || first_token < see.last_row_begin) {
+#pragma unroll
+    for (int j = 0; j < Traits::kRowTiles; j++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int end = min(see.len, see.first_row_end + (see.causal ? rows.token(first_row + j * 8 + t * 2 + e) : 0));
+        const int begin = end - see.window;
+        const int key = first_token + g;
+        if (key >= end || key < begin) c[j][e] = -INFINITY;
+        if (key + 8 >= end || key + 8 < begin) c[j][e + 2] = -INFINITY;
+      }
+  }
+}
+
+// Adds 16 tokens, from `first_token` on, to the state.  `stage`: address of the ring's stage; `q`: fragments of all
+// queries if they fit the registers, else `query_buffer` is read again.
+template <class Traits>
+__device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>& x, const LaneMap<Traits>& lanes,
+                                       uint32_t stage, uint32_t query_buffer,
+                                       const uint32_t (&q)[Traits::kRowTiles][Traits::kHeadDim / 32][4],
+                                       float scale_log2, const RowMap& rows, int first_row, int first_token,
+                                       const Visibility& see, bool is_bfloat) {
+  using Math = typename Traits::Math;
+  using Cache = typename Traits::Cache;
+  constexpr int kRowTiles = Traits::kRowTiles, kDim = Traits::kHeadDim;
+  constexpr int kChains = kRowTiles == 1 ? 2 : 1;  // independent sums, so that an mma need not wait for the one before
+  const uint32_t key = stage + lanes.key, value = stage + lanes.value;
+
+  float c[kRowTiles][4] = {}, c1[kRowTiles][4] = {};
+#pragma unroll
+  for (int i = 0; i < kDim / 32; i++) {
+    uint32_t a0[4], a1[4];
+    if constexpr (Traits::kQuantized) {
+      uint32_t r[4];
+      ptx::ldmatrix_x4(r, lanes.step(key, i));
+      a0[0] = widen<Cache>(r[0], false), a0[1] = widen<Cache>(r[1], false);
+      a0[2] = widen<Cache>(r[0], true), a0[3] = widen<Cache>(r[1], true);
+      a1[0] = widen<Cache>(r[2], false), a1[1] = widen<Cache>(r[3], false);
+      a1[2] = widen<Cache>(r[2], true), a1[3] = widen<Cache>(r[3], true);
+    } else {
+      ptx::ldmatrix_x4(a0, lanes.step(key, 2 * i));
+      ptx::ldmatrix_x4(a1, lanes.step(key, 2 * i + 1));
+    }
+#pragma unroll
+    for (int j = 0; j < kRowTiles; j++) {
+      uint32_t b[4];
+      if constexpr (Traits::kQueryInRegisters) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) b[k] = q[j][i][k];
+      } else {
+        load_query_fragment<Traits>(b, query_buffer + lanes.query[j], i, is_bfloat);
+      }
+      ptx::mma_m16n8k16<Math>(c[j], a0, b[0], b[1]);
+      ptx::mma_m16n8k16<Math>(kChains == 2 ? c1[j] : c[j], a1, b[2], b[3]);
+    }
+  }
+  if constexpr (kChains == 2) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[0][i] += c1[0][i];
+  }
+  finish_scores<Traits>(a, c, scale_log2, rows, first_row, first_token, see);
+
+  // Rescale only where some maximum of the warp grows.
+  bool grows = false;
+  float m[kRowTiles][2];
+#pragma unroll
+  for (int j = 0; j < kRowTiles; j++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      m[j][e] = fmaxf(c[j][e], c[j][e + 2]);
+      grows |= m[j][e] > x.max[j][e];
+    }
+  if (__any_sync(~0u, grows)) {
+#pragma unroll
+    for (int j = 0; j < kRowTiles; j++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float y = fmaxf(m[j][e], x.max[j][e]);
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) y = fmaxf(y, __shfl_xor_sync(~0u, y, d));
+        const float f = ptx::exp2(x.max[j][e] - y);
+        x.max[j][e] = y, x.sum[j][e] *= f;
+#pragma unroll
+        for (int d = 0; d < kDim / 16; d++) x.o[j][d][e] *= f, x.o[j][d][e + 2] *= f;
+      }
+  }
+  // P^T as the B operand; the sum over the tokens comes from one more mma, with ones for V.
+  uint32_t p[kRowTiles][2];
+  const uint32_t one = ptx::pack<Math>(1.f, 1.f);
+  const uint32_t ones[4] = {one, one, one, one};
+#pragma unroll
+  for (int j = 0; j < kRowTiles; j++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[j][i] = ptx::exp2(c[j][i] - x.max[j][i & 1]);
+    p[j][0] = ptx::movmatrix_trans(ptx::pack<Math>(c[j][0], c[j][1]));
+    p[j][1] = ptx::movmatrix_trans(ptx::pack<Math>(c[j][2], c[j][3]));
+    ptx::mma_m16n8k16<Math>(x.sum[j], ones, p[j][0], p[j][1]);
+  }
+
+  // V rows that are no key of the sequence may hold NaN, and 0 * NaN is NaN: clear them.
+  const auto add_values = [&](bool clear, uint32_t low, uint32_t high) {
+#pragma unroll
+    for (int i = 0; i < Traits::kRowBytes / 32; i++) {
+      uint32_t r[4];
+      ptx::ldmatrix_x4_trans(r, lanes.step(value, i));
+      if (clear) r[0] &= low, r[1] &= low, r[2] &= high, r[3] &= high;
+      if constexpr (Traits::kQuantized) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) r[k] = __byte_perm(r[k], 0, 0x3120);  // even column of two tokens, then odd
+        const uint32_t a0[4] = {widen<Cache>(r[0], false), widen<Cache>(r[0], true), widen<Cache>(r[2], false),
+                                widen<Cache>(r[2], true)};
+        const uint32_t a1[4] = {widen<Cache>(r[1], false), widen<Cache>(r[1], true), widen<Cache>(r[3], false),
+                                widen<Cache>(r[3], true)};
+#pragma unroll
+        for (int j = 0; j < kRowTiles; j++) {
+          ptx::mma_m16n8k16<Math>(x.o[j][2 * i], a0, p[j][0], p[j][1]);
+          ptx::mma_m16n8k16<Math>(x.o[j][2 * i + 1], a1, p[j][0], p[j][1]);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kRowTiles; j++) ptx::mma_m16n8k16<Math>(x.o[j][i], r, p[j][0], p[j][1]);
+      }
+    }
+  };
+  const int begin = see.first_key - first_token, end = see.len - first_token;
+  if (begin <= 0 && end >= 16) {
+    add_values(false, 0, 0);
+  } else {
+    const int k = threadIdx.x % 4 * 2;
+    const auto keep = [&](int i) {
+      return (i >= begin && i < end ? 0x0000ffffu : 0u) | (i + 1 >= begin && i + 1 < end ? 0xffff0000u : 0u);
+    };
+    add_values(true, keep(k), keep(k + 8));
+  }
+}
+
+}  // namespace paged_attn::sm90

@@ -1,0 +1,87 @@
+// Compile-time shape of the decode kernel, and what one launch of it needs.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <type_traits>
+
+#include "../paths.h"
+
+namespace paged_attn::sm90 {
+
+// One call.  A unit of work is an item: one sequence and one group of kHeads KV heads, cut into tiles of kTileTokens.
+struct DecodeArgs {
+  AttentionParams p;
+  QueryRange range;
+  float* partial_out;  // [num_ctas, 2, max_parts, kHeads, max_rows, head_dim]: unnormalised; 0xff.. where not written
+  float2* partial_stats;   // [num_ctas, 2, max_parts, kHeads, max_rows]: maximum in log2 units, sum; 0xff.. likewise
+  int window;             // window_size, or more than any length where there is no limit
+  int group;               // query heads a KV head
+  unsigned group_inverse;  // 65536 / group + 1: row * group_inverse >> 16 is row / group, exactly for rows below 256
+  int max_rows;            // packed rows (query tokens x group) of a sequence, at most kRows
+  int num_head_groups;     // num_kv_heads / kHeads
+  int min_share;           // least tiles of a CTA
+  int max_parts;           // pieces of one item that a CTA may publish: 1, or kMaxParts if batch_invariant
+  int box_shift;           // log2 of the tokens in a TMA box: a block, or as much of it as a tile holds
+  int block_shift;         // log2 of block_size
+};
+
+constexpr int kMaxParts = 16;        // batch_invariant: parts of an item
+constexpr int kMinPartTokens = 512;  // batch_invariant: least tokens in a part
+
+// kRows: packed query rows a KV head, in units of 8 (the N of an mma).  kHeads: KV heads that share a stage.
+template <class Cache_, int kHeadDim_, int kRows_, int kHeads_ = 1>
+struct DecodeTraits {
+  using Cache = Cache_;
+  static constexpr int kHeadDim = kHeadDim_, kRows = kRows_, kHeads = kHeads_;
+  static constexpr bool kLoadsOnly = false;  // true: the ceiling of bench/decode.py, without math and output
+  static constexpr bool kQuantized = sizeof(Cache) == 1;
+  using Math = std::conditional_t<kQuantized, __half, Cache>;  // operands of the mma: 8-bit types are exact in fp16
+
+  // A cache row in shared memory: kChunks pieces of kSwizzle bytes, each a TMA swizzle atom wide.
+  static constexpr int kRowBytes = kHeadDim * sizeof(Cache);
+  static constexpr int kSwizzle = kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : 32;
+  static constexpr int kChunks = kRowBytes / kSwizzle;
+
+  // A warp owns 16 tokens of one head in a stage, for kWarpRows query rows: as many as let its output stay in 64
+  // registers.  There are 4 or 8 warps; 8 where the math of 4 would show: for short rows, 8-bit caches, many query
+  // rows.
+  static constexpr int kMostWarpRows = kHeadDim <= 128 ? 16 : 8;
+  static constexpr int kWarpRows = kRows < kMostWarpRows ? kRows : kMostWarpRows;
+  static constexpr int kRowTiles = kWarpRows / 8;
+  static constexpr int kRowGroups = kRows / kWarpRows;
+  static constexpr int kSlices = kRowGroups > 1                                    ? 8 / kRowGroups
+                                 : (kRowBytes >= 256 && !kQuantized) || kHeads > 1 ? 4
+                                                                                   : 8;
+  static constexpr int kWarps = kHeads * kSlices * kRowGroups;
+  static constexpr int kThreads = 32 * (kWarps + 1);
+  static constexpr int kTileTokens = 16 * kSlices;
+  static constexpr bool kQueryInRegisters = kHeadDim * kWarpRows <= (kWarps == 4 ? 2048 : 1024);
+
+  // Shared memory: the ring, two buffers of query rows (an item's queries arrive while the item before is worked on),
+  // and the states of the warps at the end of a piece.
+  static constexpr int kTensorBytes = kHeads * kTileTokens * kRowBytes;  // K or V of a stage
+  static constexpr int kStageBytes = 2 * kTensorBytes;
+  static constexpr int kQueryPitch = kHeadDim * 2 + 16;  // bytes; keeps ldmatrix free of bank conflicts
+  static constexpr int kQueryBytes = kHeads * kRows * kQueryPitch;
+  static constexpr int kSumPitch = kHeadDim + 4;  // floats
+  static constexpr int kSumBytes = kWarps * kWarpRows * kSumPitch * 4;
+  static constexpr int kStatsBytes = kWarps * kWarpRows * 8;
+  // About 128 KB in flight is enough for the memory's latency at full bandwidth.
+  static constexpr int kWantedStages = (kStageBytes > 32 * 1024 ? 144 * 1024 : 128 * 1024) / kStageBytes;
+  static constexpr int kPossibleStages = (226 * 1024 - 2 * kQueryBytes - kSumBytes - kStatsBytes) / kStageBytes;
+  static constexpr int kStages = kWantedStages < kPossibleStages ? kWantedStages : kPossibleStages;
+  static constexpr int kQueryOffset = kStages * kStageBytes;
+  static constexpr int kSumOffset = kQueryOffset + 2 * kQueryBytes;
+  static constexpr int kStatsOffset = kSumOffset + kSumBytes;
+  static constexpr int kBarrierOffset = kStatsOffset + kStatsBytes;
+  static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 2) * 8;
+  // One CTA an SM, exactly: with programmatic launch a grid that fits twice is doubled up on some SMs and leaves
+  // others idle.
+  static_assert(kStages >= 2 && kSharedBytes > 114 * 1024 && kSharedBytes <= 227 * 1024);
+};
+
+}  // namespace paged_attn::sm90
