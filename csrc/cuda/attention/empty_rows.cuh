@@ -13,9 +13,11 @@ template <class T>
 __device__ inline void write_empty_tokens(const AttentionParams& p, int begin, int end, int threads) {
   for (int t = begin; t < end; ++t) {
     T* out = static_cast<T*>(p.out) + t * p.out_strides.token;
+#pragma unroll 1
     for (int i = threadIdx.x; i < p.num_heads * p.head_dim; i += threads)
       out[i / p.head_dim * p.out_strides.head + i % p.head_dim] = T(0.f);
     if (p.lse)
+#pragma unroll 1
       for (int h = threadIdx.x; h < p.num_heads; h += threads)
         p.lse[static_cast<int64_t>(t) * p.num_heads + h] = p.sinks ? p.sinks[h] : -INFINITY;
   }

@@ -12,6 +12,7 @@ struct Item {
   RowMap rows;
   int num_rows;
 };
+static_assert(sizeof(Item) <= 64);
 
 // Warps are numbered (head slot, row group, slice of 16 tokens).  Those that differ in the slice alone are a team: they
 // hold the same rows over different tokens, and meet at the end of a piece.
@@ -25,6 +26,7 @@ struct Consumer {
   int team, slice, head, first_row;
   float* sums;    // [kSlices, kWarpRows, kPitch]: the states of the team
   float2* stats;  // [kSlices, kWarpRows]
+  Item* held;     // the item that an earlier CTA began and we end, if num_rows > 0; in shared memory to spare registers
 
   __device__ __forceinline__ Consumer(const DecodeArgs& args, unsigned char* shared) : a(args) {
     const int warp = threadIdx.x / 32;
@@ -33,6 +35,8 @@ struct Consumer {
     first_row = team % Traits::kRowGroups * kWarpRows;
     sums = reinterpret_cast<float*>(shared + Traits::kSumOffset) + team * kSlices * kWarpRows * kPitch;
     stats = reinterpret_cast<float2*>(shared + Traits::kStatsOffset) + team * kSlices * kWarpRows;
+    held = reinterpret_cast<Item*>(shared + Traits::kHeldOffset) + warp;
+    held->num_rows = 0;  // all lanes write, here and below, the same
   }
 
   __device__ __forceinline__ void meet() const { ptx::named_barrier_sync(1 + team, kSlices * 32); }
@@ -79,18 +83,19 @@ struct Consumer {
   // The end of a piece, in up to three steps that share one copy of the code: the rows of the piece itself; the item,
   // if we computed and published all of its pieces; and after our last piece the item that an earlier CTA began, held
   // back until now because by now all of its pieces are about ready.
-  __device__ __forceinline__ void finish_piece(const Item& item, int piece, bool last_of_share, Item& held) const {
+  __device__ __forceinline__ void finish_piece(const Item& item, int piece, bool last_of_share) const {
     const Pieces& pieces = item.pieces;
     const bool ends = pieces.count > 1 && piece == pieces.count - 1;
     const bool ours = pieces.first_cta == blockIdx.x;
     const bool direct = ends && last_of_share && a.max_parts == 1;
-    if (ends && !ours && !direct) held = item;
+    if (ends && !ours && !direct) *held = item;
+    __syncwarp();
 #pragma unroll 1
     for (int step = 0; step < 3; step++) {
       if (step == 1 && !(ends && ours)) continue;
-      if (step == 2 && !(last_of_share && held.num_rows > 0)) continue;
+      if (step == 2 && !(last_of_share && held->num_rows > 0)) continue;
       Item x = item;
-      if (step == 2) x = held;
+      if (step == 2) x = *held;
       const int published = step > 0 ? x.pieces.count : direct ? x.pieces.count - 1 : 0;
 #pragma unroll 1
       for (int i = slice; i < kWarpRows; i += kSlices) {
@@ -112,8 +117,6 @@ struct Consumer {
     const AttentionParams& p = a.p;
     const bool is_bfloat = p.dtype == DType::kBFloat16;
     LaneMap<Traits> lanes(a, head, slice * 16);
-    Item held;
-    held.num_rows = 0;
     Cursor stage, query;
     for (; !w.done; w.next_item(a)) {
       Item item;
@@ -128,21 +131,24 @@ struct Consumer {
       const uint32_t query_free = ring.query + query.index * 8;
       query.step(2);
       lanes.set_rows(head, first_row, item.num_rows);
-      uint32_t q[Traits::kRowTiles][kHeadDim / 32][4];
-      ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);
-      if (Traits::kQueryInRegisters) {
-#pragma unroll
-        for (int j = 0; j < Traits::kRowTiles; j++)
-#pragma unroll
-          for (int i = 0; i < kHeadDim / 32; i++)
-            load_query_fragment<Traits>(q[j][i], query_buffer + lanes.query[j], i, is_bfloat);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(query_free);
-      }
+      ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);  // the query rows are there
       const int limit = w.limit();
       while (w.tile < limit) {
         const int piece = item.pieces.index(w.tile);
         const int end = a.max_parts == 1 ? limit : min(limit, (piece + 1) * item.pieces.part);
+        const auto release_query = [&] {
+          __syncwarp();
+          if (end == limit && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(query_free);
+        };
+        uint32_t q[Traits::kRowTiles][kHeadDim / 32][4];
+        if (Traits::kQueryInRegisters) {
+#pragma unroll
+          for (int j = 0; j < Traits::kRowTiles; j++)
+#pragma unroll
+            for (int i = 0; i < kHeadDim / 32; i++)
+              load_query_fragment<Traits>(q[j][i], query_buffer + lanes.query[j], i, is_bfloat);
+          release_query();
+        }
         SoftmaxState<Traits> x;
         x.clear();
         for (; w.tile < end; w.tile++) {
@@ -155,13 +161,10 @@ struct Consumer {
           if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring.empty + stage.index * 8);
           stage.step(Traits::kStages);
         }
-        if (!Traits::kQueryInRegisters && end == limit) {
-          __syncwarp();
-          if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(query_free);
-        }
+        if (!Traits::kQueryInRegisters) release_query();
         if (Traits::kLoadsOnly) continue;
         share_state(x);
-        finish_piece(item, piece, end == limit && w.in_last_item(), held);
+        finish_piece(item, piece, end == limit && w.in_last_item());
       }
     }
   }

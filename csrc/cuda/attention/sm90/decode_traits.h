@@ -18,7 +18,7 @@ struct DecodeArgs {
   QueryRange range;
   float* partial_out;  // [num_ctas, 2, max_parts, kHeads, max_rows, head_dim]: unnormalised; 0xff.. where not written
   float2* partial_stats;   // [num_ctas, 2, max_parts, kHeads, max_rows]: maximum in log2 units, sum; 0xff.. likewise
-  int window;             // window_size, or more than any length where there is no limit
+  int window;              // window_size, or more than any length where there is no limit
   int group;               // query heads a KV head
   unsigned group_inverse;  // 65536 / group + 1: row * group_inverse >> 16 is row / group, exactly for rows below 256
   int max_rows;            // packed rows (query tokens x group) of a sequence, at most kRows
@@ -78,7 +78,8 @@ struct DecodeTraits {
   static constexpr int kSumOffset = kQueryOffset + 2 * kQueryBytes;
   static constexpr int kStatsOffset = kSumOffset + kSumBytes;
   static constexpr int kBarrierOffset = kStatsOffset + kStatsBytes;
-  static constexpr int kSharedBytes = kBarrierOffset + (2 * kStages + 2) * 8;
+  static constexpr int kHeldOffset = kBarrierOffset + (2 * kStages + 2) * 8;
+  static constexpr int kSharedBytes = kHeldOffset + kWarps * 64;
   // One CTA an SM, exactly: with programmatic launch a grid that fits twice is doubled up on some SMs and leaves
   // others idle.
   static_assert(kStages >= 2 && kSharedBytes > 114 * 1024 && kSharedBytes <= 227 * 1024);
