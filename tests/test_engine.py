@@ -198,6 +198,7 @@ def test_refusals(device):
         ("stop", lambda: engine.add_request([5], SamplingParams(max_tokens=2, stop=("x",)))),
         ("preemption", lambda: make_engine("llama", device, preemption="drop")),
         ("max_batch_tokens", lambda: make_engine("llama", device, max_batch_tokens=4)),
+        ("n: expected at most max_num_seqs 8", lambda: engine.add_request([5], SamplingParams(max_tokens=2, n=9))),
         ("fused", lambda: make_engine("gemma2", device, fused=True)),
     ):
         with pytest.raises(ValueError, match=error):

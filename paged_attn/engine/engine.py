@@ -108,7 +108,8 @@ class Engine:
             ValueError: an empty prompt, an id in use, or a request that this engine could never hold.
         """
         params = SamplingParams() if params is None else params
-        request_id = next(self._request_ids) if request_id is None else request_id
+        if request_id is None:
+            request_id = next(number for number in self._request_ids if number not in self.requests)
         prompt = [int(token) for token in prompt]
         self._check(request_id, prompt, params)
         request = Request(request_id, prompt, params, salt)
@@ -128,8 +129,8 @@ class Engine:
         room = self.cache.num_blocks * self.cache.block_size
         if length > room or self.cache.can_add(prompt) is paged_attn.Admission.NEVER:
             raise ValueError(f"prompt: {length} tokens with max_tokens, the cache holds {room}")
-        if params.n > len(self.scheduler.free_slots) + len(self.scheduler.running):
-            raise ValueError(f"n: expected at most max_num_seqs, got {params.n}")
+        if params.n > self.scheduler.max_num_seqs:
+            raise ValueError(f"n: expected at most max_num_seqs {self.scheduler.max_num_seqs}, got {params.n}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: the engine needs a tokenizer for stop strings")
 

@@ -54,7 +54,7 @@ class Scheduler:
     ):
         self.cache = cache
         self.window_size = window_size  # of every layer; blocks behind it are given back
-        self.max_batch_tokens = max_batch_tokens
+        self.max_num_seqs, self.max_batch_tokens = max_num_seqs, max_batch_tokens
         self.preemption = preemption
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -147,7 +147,11 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its blocks and slots, if there are enough now."""
         if sequence.state is State.PREEMPTED:
+            # room for its next token and for one block of each who runs: else it would soon be preempted again
+            needed = -(-(len(sequence.tokens) + 1) // self.cache.block_size) + len(self.running)
             if sequence.in_flight or not self.free_slots:
+                return False
+            if self.running and self.cache.num_free_blocks < needed:
                 return False
             try:
                 self.cache.resume(sequence.seq_id)
