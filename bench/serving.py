@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--max-num-seqs", type=int, default=96)
     parser.add_argument("--max-batch-tokens", type=int, nargs="*", default=[8192, 160], help="one measurement each")
     parser.add_argument("--live", type=int, nargs="*", default=[1, 8, 24], help="sequences of the profiled steps")
-    parser.add_argument("--compile", action="store_true", help="with torch.compile as well")
+    parser.add_argument("--modes", choices=("graphs", "compile"), nargs="*", default=["graphs", "compile"])
     parser.add_argument("--passes", type=int, default=2, help="measured passes, after one to warm up")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()
@@ -45,15 +45,15 @@ def main() -> int:
     print(f"model in {time.perf_counter() - began:.1f} s", flush=True)
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
     rows, steps = [], []
-    for compile in (False, True) if args.compile else (False,):
-        name = "CUDA graphs and torch.compile" if compile else "CUDA graphs"
+    for mode in args.modes:
+        name = "CUDA graphs and torch.compile" if mode == "compile" else "CUDA graphs"
         engine = Engine(
             model,
             num_blocks=args.num_blocks,
             max_num_seqs=args.max_num_seqs,
             max_batch_tokens=max(args.max_batch_tokens),
             enable_prefix_caching=False,
-            compile=compile,
+            compile=mode == "compile",
         )
         rows += [{"engine": name, **row} for row in throughput(engine, model.config.vocab_size, args)]
         common.print_table(rows)
