@@ -1,6 +1,6 @@
 """Serving: the engine on the 96-request set with a Llama-3-8B of random weights, and where a decode step's time goes.
 
-python -m bench.serving [--compile] [--out FOLDER]
+python -m bench.serving [--modes graphs compile] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from paged_attn.engine import Engine, SamplingParams
 from . import common
 
 KINDS = {
-    "attention": r"paged|decode|prefill|attention",
+    "rope and write": r"rope|write_kv|kv_write",
+    "attention": r"decode_|prefill_|attention|paged_attn.*(decode|prefill|merge)",
     "weights": r"gemm|nvjet|cutlass|splitk|gemv",
 }
 
@@ -129,7 +130,7 @@ def step_times(
     return {
         "live": live,
         "step us": wall,
-        **{f"{kind} us": kinds[kind] for kind in ("weights", "attention", "other")},
+        **{f"{kind} us": kinds[kind] for kind in (*KINDS, "other")},
         "gaps us": wall - sum(kinds.values()),
         "weights TB/s": weights / kinds["weights"] * 1e-6 if kinds["weights"] else 0.0,
     }

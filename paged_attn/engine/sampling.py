@@ -13,7 +13,7 @@ from paged_attn.engine.request import SamplingParams
 
 def sample(logits: Tensor, params: Rows[SamplingParams], seeds: Rows[int], positions: Rows[int]) -> Tensor:
     """One token a row, int64 ``[R]``, from ``logits [R, V]``. ``seeds`` and ``positions`` choose each row's noise."""
-    greedy = logits.argmax(-1)
+    greedy = _argmax(logits)
     if all(p.temperature == 0.0 for p in params):
         return greedy
 
@@ -29,6 +29,16 @@ def sample(logits: Tensor, params: Rows[SamplingParams], seeds: Rows[int], posit
         scores = _keep_likeliest(scores, top_k, top_p)
     noise = gumbel_noise(column(list(seeds), torch.int64), column(list(positions), torch.int64), logits.shape[-1])
     return torch.where(temperature[:, 0] == 0.0, greedy, (scores + noise).argmax(-1))
+
+
+def _argmax(logits: Tensor, parts: int = 64) -> Tensor:
+    """The first largest of each row, in two rounds: one row alone would keep a single block of a GPU busy."""
+    rows, vocab = logits.shape
+    if logits.device.type == "cpu" or vocab % parts:
+        return logits.argmax(-1)
+    best, place = logits.view(rows, parts, -1).max(-1)
+    part = best.argmax(-1, keepdim=True)
+    return (part * (vocab // parts) + place.gather(1, part))[:, 0]
 
 
 def _keep_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
