@@ -162,10 +162,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
       if (C::kQuantized && load && tile > piece.tile_begin && thread < C::kKeys)
         loader.load_scales(piece, next_stage, tile + ahead, thread, block);
       if (thread < C::kKeys) block = loader.find_block(piece, tile + args.stages, thread);
-      if constexpr (C::kQuantized) {
-        loader.convert_tile(stage);
-        __syncthreads();
-      }
+      if constexpr (C::kQuantized) loader.convert_tile(stage);
       const int row0 = C::kDecode ? 0 : warp * C::kWarpRows, key0 = C::kDecode ? warp * C::kWarpKeys : 0;
       auto load_next = [&, load = load && loader.aligned()](int step) {
         if (load && step < Loader<C>::kLoadSteps) loader.load_step(next_stage, step);

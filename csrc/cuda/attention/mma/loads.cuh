@@ -1,12 +1,9 @@
 // How Q, K and V get into shared memory.
 #pragma once
 
-#include <cuda_fp8.h>
-
-#include <type_traits>
-
 #include "../ptx.cuh"
 #include "config.cuh"
+#include "convert.cuh"
 #include "scales.cuh"
 
 namespace paged_attn::mma {
@@ -25,23 +22,6 @@ __device__ __forceinline__ void copy_unaligned(unsigned char* dst, const unsigne
         *reinterpret_cast<uint16_t*>(dst + i) = i < bytes ? *reinterpret_cast<const uint16_t*>(src + i) : 0;
       else
         dst[i] = i < bytes ? src[i] : 0;
-    }
-  }
-}
-
-// Two neighbouring elements of a quantised cache, in the low 16 bits, as two of T, exactly.
-template <class T, DType kType>
-__device__ __forceinline__ uint32_t convert_pair(uint32_t two) {
-  if constexpr (kType == DType::kInt8) {
-    return ptx::pack<T>(static_cast<int8_t>(two & 0xff), static_cast<int8_t>(two >> 8 & 0xff));
-  } else {
-    const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two),
-                                                     kType == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2);
-    if constexpr (std::is_same_v<T, __half>) {
-      return h.x | static_cast<uint32_t>(h.y) << 16;
-    } else {
-      const float2 f = __half22float2(__half2(h));
-      return ptx::pack<T>(f.x, f.y);
     }
   }
 }
@@ -126,7 +106,8 @@ class Loader {
     }
   }
 
-  // Quantised: the stage's tile pair, converted and laid out for ldmatrix.
+  // Quantised: the stage's tile pair, converted and laid out for ldmatrix.  A warp that works on keys of its own
+  // converts those alone.
   __device__ void convert_tile(int stage) {
     if (args_.p.cache_dtype == DType::kFloat8E4M3)
       convert_tile<DType::kFloat8E4M3>(stage);
@@ -134,6 +115,10 @@ class Loader {
       convert_tile<DType::kFloat8E5M2>(stage);
     else
       convert_tile<DType::kInt8>(stage);
+    if constexpr (C::kDecode)
+      __syncwarp();
+    else
+      __syncthreads();
   }
 
   // K for ldmatrix; V follows C::kTileBytes behind.
@@ -167,16 +152,22 @@ class Loader {
   __device__ void convert_tile(int stage) {
     using T = typename C::T;
     constexpr int kUnits = C::kHeadDim / 8;  // of eight elements, a row
+    constexpr int kThreads = C::kDecode ? 32 : C::kThreads;
+    const int first_row = C::kDecode ? threadIdx.x / 32 * C::kWarpKeys : 0;
     const unsigned char* from = stage_data(stage);
+#pragma unroll
+    for (int value = 0; value < 2; ++value) {
 #pragma unroll 4
-    for (int i = threadIdx.x; i < 2 * C::kKeys * kUnits; i += C::kThreads) {
-      const int row = i / kUnits, unit = i % kUnits;  // the rows of V follow those of K
-      const uint2 raw = *reinterpret_cast<const uint2*>(from + row * C::kHeadDim + unit * 8);
-      *reinterpret_cast<uint4*>(smem_ + C::kConverted + swizzled(row, unit, C::kRowBytes)) =
-          make_uint4(convert_pair<T, kType>(raw.x & 0xffff), convert_pair<T, kType>(raw.x >> 16),
-                     convert_pair<T, kType>(raw.y & 0xffff), convert_pair<T, kType>(raw.y >> 16));
+      for (int i = threadIdx.x % kThreads; i < C::kWarpKeys * kUnits; i += kThreads) {
+        const int row = value * C::kKeys + first_row + i / kUnits, unit = i % kUnits;
+        const uint2 raw = *reinterpret_cast<const uint2*>(from + row * C::kHeadDim + unit * 8);
+        const uint2 low = convert4<T, kType>(raw.x), high = convert4<T, kType>(raw.y);
+        *reinterpret_cast<uint4*>(smem_ + C::kConverted + swizzled(row, unit, C::kRowBytes)) =
+            make_uint4(low.x, low.y, high.x, high.y);
+      }
     }
   }
+
   __device__ longlong2* offsets(int stage) const {
     return reinterpret_cast<longlong2*>(smem_ + C::kStages + args_.stages * C::kStageBytes + stage * C::kOffsetBytes);
   }
