@@ -11,6 +11,7 @@ namespace {
 
 // A CTA works on 16 packed rows and 32 keys at a time; eight lanes share a row.
 constexpr int kRows = 16, kKeys = 32, kThreads = 128, kRowLanes = kThreads / kRows, kWarps = kThreads / 32;
+constexpr int kCtas = 3;  // an SM, at most
 constexpr int kLaneKeys = kKeys / kRowLanes;
 constexpr int kMaxVectors = 256 / (kRowLanes * 4);  // of four output elements a lane
 
@@ -54,7 +55,7 @@ __device__ float row_sum(float x) {
   return x;
 }
 
-__global__ void __launch_bounds__(kThreads) float32_kernel(const __grid_constant__ KernelArgs args) {
+__global__ void __launch_bounds__(kThreads, kCtas) float32_kernel(const __grid_constant__ KernelArgs args) {
   extern __shared__ __align__(16) float shared[];
   const AttentionParams& p = args.p;
   const int row_pitch = pitch(p.head_dim), group = p.num_heads / p.num_kv_heads;
@@ -181,7 +182,7 @@ void launch_float32(const AttentionParams& p, QueryRange range, bool, Workspace&
   args.p = p;
   args.range = range;
   const int smem = smem_bytes(p.head_dim);
-  const int ctas = std::max(1, std::min(4, device.smem_per_sm / (smem + device.smem_reserved)));
+  const int ctas = std::max(1, std::min(kCtas, device.smem_per_sm / (smem + device.smem_reserved)));
   KernelShape shape;
   shape.tile = {kRows, kKeys};
   shape.threads = kThreads;
