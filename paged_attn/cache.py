@@ -23,7 +23,6 @@ __all__ = ["Admission", "Batch", "CacheCorrupted", "CacheStats", "OutOfBlocks", 
 
 TokenIds = Sequence[int] | np.ndarray | Tensor
 
-
 _ADMISSION = (Admission.OK, Admission.LATER, Admission.NEVER)
 _NO_COPIES = np.empty((0, 2), dtype=np.int64)
 

@@ -1,7 +1,9 @@
 """PagedKVCache: what each call does, and the faults other caches had (group F of the case list)."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -583,12 +585,11 @@ def test_ids_do_not_depend_on_the_process():  # F-eviction-order
         "for _ in range(300): run.step()\n"
         "print([(s, run.cache.block_ids(s)) for s in run.cache.seq_ids])"
     )
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", script], env={"PYTHONHASHSEED": str(seed)}, capture_output=True, check=True
-        ).stdout
-        for seed in range(5)
-    }
+    found = set()
+    for seed in range(5):
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        options = {"cwd": Path(__file__).parents[1], "env": environment, "check": True}
+        found.add(subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, **options).stdout)
     assert len(found) == 1
     assert len(found.pop()) > 20
 

@@ -317,7 +317,9 @@ const char* state_name(SequenceState state) {
 PYBIND11_MODULE(_host, m) {
   m.doc() = "Block manager of the paged KV cache: allocation, sharing, prefix index, preemption. Moves no tensors.";
   PYBIND11_NUMPY_DTYPE(Event, number, sequence, kind, block, other);
-  py::register_exception<OutOfBlocks>(m, "OutOfBlocks", PyExc_RuntimeError);
+  auto& out_of_blocks = py::register_exception<OutOfBlocks>(m, "OutOfBlocks", PyExc_RuntimeError);
+  out_of_blocks.attr("__doc__") = "Too few blocks are free, of the device or the host; nothing was changed.";
+  out_of_blocks.attr("__module__") = "paged_attn";
 
   m.def("sha256", [](const py::bytes& data) {
     const std::string_view view = data;
