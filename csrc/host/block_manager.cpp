@@ -54,8 +54,9 @@ void BlockManager::refuse(const char* what, int64_t needed, int64_t keep_free) c
 void BlockManager::match_prefix(const Digest& root, const Token* tokens, int64_t max_blocks) {
   plan_.parent = root;
   if (!options_.prefix_caching) return;
+  KeyChain keys(root, tokens, max_blocks, options_.block_size);
   for (int64_t i = 0; i < max_blocks; ++i, tokens += options_.block_size) {
-    const Digest key = block_key(plan_.parent, tokens, options_.block_size);
+    const Digest key = keys.next();
     const BlockId id = index_.find(key, tokens);
     if (id == kNoBlock) return;
     plan_.hits.push_back(id);
@@ -158,9 +159,12 @@ void BlockManager::unlink_host(BlockId id) noexcept {
 void BlockManager::publish_filled(Sequence& sequence, int64_t first_block) noexcept {
   if (!sequence.publishes) return;
   const int block_size = options_.block_size;
-  for (int64_t i = first_block; i < sequence.num_computed / block_size; ++i) {
+  const int64_t end = sequence.num_computed / block_size;
+  if (first_block == end) return;
+  KeyChain keys(sequence.parent, sequence.tokens.data() + first_block * block_size, end - first_block, block_size);
+  for (int64_t i = first_block; i < end; ++i) {
     const Token* const tokens = sequence.tokens.data() + i * block_size;
-    const Digest key = block_key(sequence.parent, tokens, block_size);
+    const Digest key = keys.next();
     if (sequence.blocks[i] != kNoBlock) publish(sequence.blocks[i], sequence.parent, key, tokens, sequence.serial);
     sequence.parent = key;
   }

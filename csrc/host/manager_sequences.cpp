@@ -13,9 +13,8 @@ Digest BlockManager::parent_at(const Sequence& sequence, int64_t num_full_blocks
     const BlockId last = sequence.blocks[num_full_blocks - 1];
     if (last != kNoBlock && pool_[last].published) return pool_[last].key;
   }
-  for (int64_t i = 0; i < num_full_blocks; ++i) {
-    key = block_key(key, sequence.tokens.data() + i * options_.block_size, options_.block_size);
-  }
+  KeyChain keys(key, sequence.tokens.data(), num_full_blocks, options_.block_size);
+  for (int64_t i = 0; i < num_full_blocks; ++i) key = keys.next();
   return key;
 }
 
@@ -74,11 +73,8 @@ void BlockManager::reserve_release(const Sequence& sequence) {
   released_keys_.clear();
   if (!sequence.publishes) return;
   released_keys_.reserve(static_cast<size_t>(sequence.num_released));
-  Digest key = sequence.root;
-  for (int64_t i = 0; i < sequence.num_released; ++i) {
-    key = block_key(key, sequence.tokens.data() + i * options_.block_size, options_.block_size);
-    released_keys_.push_back(key);
-  }
+  KeyChain keys(sequence.root, sequence.tokens.data(), sequence.num_released, options_.block_size);
+  for (int64_t i = 0; i < sequence.num_released; ++i) released_keys_.push_back(keys.next());
 }
 
 // Tail first, so that eviction takes the tail of a chain before its head. Blocks released earlier behind a window are

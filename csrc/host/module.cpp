@@ -3,6 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#if PY_VERSION_HEX < 0x030B0000
+#include <longintrepr.h>
+#endif
+
 #include <climits>
 #include <cstring>
 
@@ -18,33 +22,42 @@ namespace {
                               std::string(py::str(py::type::of(got))));
 }
 
+// An int below 2**30 without a call into the interpreter.
+inline bool small_int(PyObject* item, int64_t& value) {
+  if (!PyLong_CheckExact(item)) return false;
+#if PY_VERSION_HEX >= 0x030C0000
+  if (!PyUnstable_Long_IsCompact(reinterpret_cast<PyLongObject*>(item))) return false;
+  value = PyUnstable_Long_CompactValue(reinterpret_cast<PyLongObject*>(item));
+#else
+  const Py_ssize_t num_digits = Py_SIZE(item);
+  if (num_digits < 0 || num_digits > 1) return false;
+  value = num_digits == 0 ? 0 : static_cast<int64_t>(reinterpret_cast<PyLongObject*>(item)->ob_digit[0]);
+#endif
+  return true;
+}
+
 int64_t as_int64(const char* name, PyObject* item) {
-  int overflow = 0;
-  long long value;
-  if (PyLong_CheckExact(item)) {
-    value = PyLong_AsLongLongAndOverflow(item, &overflow);
-  } else {
-    const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(item));
-    if (!index) {
-      PyErr_Clear();
-      refuse_integers(name, item);
-    }
-    value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  int64_t small;
+  if (small_int(item, small)) return small;
+  const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(item));
+  if (!index) {
+    PyErr_Clear();
+    refuse_integers(name, item);
   }
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
   if (overflow != 0) throw std::invalid_argument(std::string(name) + ": an integer exceeds 64 bits");
   return value;
 }
 
-// Integers out of a list, tuple, array, CPU tensor or other iterable, appended to `out`.
-template <typename Append>
-void for_each_integer(const char* name, py::handle source, Append&& append) {
+// Integers out of a list, tuple, array, CPU tensor or other iterable.
+void read_integers(const char* name, py::handle source, std::vector<int64_t>& out) {
+  out.clear();
   if (PyList_CheckExact(source.ptr()) || PyTuple_CheckExact(source.ptr())) {
     PyObject** const items = PySequence_Fast_ITEMS(source.ptr());
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(source.ptr());
-    for (Py_ssize_t i = 0; i < count; ++i) append(as_int64(name, items[i]));
-    return;
-  }
-  if (py::isinstance<py::array>(source) || py::hasattr(source, "__array__")) {
+    out.resize(static_cast<size_t>(PySequence_Fast_GET_SIZE(source.ptr())));
+    for (size_t i = 0; i < out.size(); ++i) out[i] = as_int64(name, items[i]);
+  } else if (py::isinstance<py::array>(source) || py::hasattr(source, "__array__")) {
     const py::array array = py::array::ensure(source);
     if (!array) throw py::error_already_set();
     if (array.ndim() != 1) {
@@ -53,29 +66,13 @@ void for_each_integer(const char* name, py::handle source, Append&& append) {
     const char kind = array.dtype().kind();
     if (kind != 'i' && kind != 'u' && array.size() > 0) refuse_integers(name, array.dtype());
     const auto values = py::array_t<int64_t, py::array::c_style | py::array::forcecast>::ensure(array);
-    for (py::ssize_t i = 0; i < values.size(); ++i) append(values.data()[i]);
-    return;
+    out.assign(values.data(), values.data() + values.size());
+  } else if (py::isinstance<py::iterable>(source) && !py::isinstance<py::str>(source)) {
+    for (const py::handle item : py::reinterpret_borrow<py::iterable>(source))
+      out.push_back(as_int64(name, item.ptr()));
+  } else {
+    refuse_integers(name, source);
   }
-  if (!py::isinstance<py::iterable>(source) || py::isinstance<py::str>(source)) refuse_integers(name, source);
-  for (const py::handle item : py::reinterpret_borrow<py::iterable>(source)) append(as_int64(name, item.ptr()));
-}
-
-void read_tokens(py::handle source, std::vector<Token>& out) {
-  out.clear();
-  const py::ssize_t hint = PyObject_LengthHint(source.ptr(), 0);
-  if (hint < 0) PyErr_Clear();
-  out.reserve(static_cast<size_t>(std::max<py::ssize_t>(hint, 0)));
-  for_each_integer("token_ids", source, [&](int64_t value) {
-    if (value < 0 || value > INT_MAX) {
-      throw std::invalid_argument("token_ids: expected ids from 0 to 2147483647, got " + std::to_string(value));
-    }
-    out.push_back(static_cast<Token>(value));
-  });
-}
-
-void read_integers(const char* name, py::handle source, std::vector<int64_t>& out) {
-  out.clear();
-  for_each_integer(name, source, [&](int64_t value) { out.push_back(value); });
 }
 
 // `table` maps sequence ids to handles; without one the ids are handles themselves.
@@ -92,6 +89,22 @@ void read_handles(const py::object& table, py::handle seq_ids, std::vector<int64
       throw py::error_already_set();
     }
     out.push_back(PyLong_AsLongLong(handle));
+  }
+}
+
+// Token ids, with a scratch vector for what they are before they are known to fit.
+void read_tokens(py::handle source, std::vector<int64_t>& scratch, std::vector<Token>& out) {
+  read_integers("token_ids", source, scratch);
+  out.resize(scratch.size());
+  int64_t all_bits = 0;
+  for (size_t i = 0; i < scratch.size(); ++i) {
+    all_bits |= scratch[i];
+    out[i] = static_cast<Token>(scratch[i]);
+  }
+  if (all_bits >= 0 && all_bits <= INT_MAX) return;
+  for (const int64_t value : scratch) {
+    if (value >= 0 && value <= INT_MAX) continue;
+    throw std::invalid_argument("token_ids: expected ids from 0 to 2147483647, got " + std::to_string(value));
   }
 }
 
@@ -185,7 +198,7 @@ class Manager {
   }
 
   void commit(int64_t handle, const py::object& token_ids) {
-    read_tokens(token_ids, tokens_);
+    read_tokens(token_ids, scratch_, tokens_);
     const int64_t count = size(tokens_);
     core.commit(&handle, &count, 1, tokens_.data());
   }
@@ -193,7 +206,7 @@ class Manager {
   void commit_batch(const py::object& table, const py::object& seq_ids, const py::object& token_ids,
                     const py::object& counts) {
     read_handles(table, seq_ids, handles_);
-    read_tokens(token_ids, tokens_);
+    read_tokens(token_ids, scratch_, tokens_);
     if (counts.is_none()) {
       counts_.assign(handles_.size(), 1);
     } else {
@@ -230,7 +243,7 @@ class Manager {
   }
 
   py::tuple pin_prefix(const py::object& token_ids, const py::object& salt) {
-    read_tokens(token_ids, tokens_);
+    read_tokens(token_ids, scratch_, tokens_);
     const auto pinned = core.pin_prefix(tokens_.data(), size(tokens_), to_salt(salt));
     return py::make_tuple(pinned.id, pinned.num_tokens);
   }
@@ -282,26 +295,27 @@ class Manager {
   static int64_t num_bytes(const py::object& array) { return array.cast<py::array>().nbytes(); }
 
   void read_prompt(const py::object& token_ids) {
-    read_tokens(token_ids, tokens_);
+    read_tokens(token_ids, scratch_, tokens_);
     if (tokens_.empty()) throw std::invalid_argument("token_ids: expected at least one token, got none");
   }
 
   StepLayout step_layout() const { return {core.step_seqs(), core.step_tokens(), core.step_width()}; }
 
   std::vector<Token> tokens_;
-  std::vector<int64_t> handles_, counts_;
+  std::vector<int64_t> scratch_, handles_, counts_;
 };
 
 // Keys of the full blocks of a prompt, uint8 [num_blocks, 32].
 py::array hash_chain(const py::object& token_ids, int block_size, const py::object& salt) {
+  std::vector<int64_t> scratch;
   std::vector<Token> tokens;
-  read_tokens(token_ids, tokens);
+  read_tokens(token_ids, scratch, tokens);
   if (block_size < 1) throw std::invalid_argument("block_size: expected 1 or more, got " + std::to_string(block_size));
   const py::ssize_t count = static_cast<py::ssize_t>(tokens.size()) / block_size;
   py::array_t<uint8_t> out({count, py::ssize_t{32}});
-  Digest key = root_key(to_salt(salt));
+  KeyChain keys(root_key(to_salt(salt)), tokens.data(), count, block_size);
   for (py::ssize_t i = 0; i < count; ++i) {
-    key = block_key(key, tokens.data() + i * block_size, block_size);
+    const Digest key = keys.next();
     std::memcpy(out.mutable_data(i), key.data(), key.size());
   }
   return out;

@@ -81,43 +81,83 @@ PAGED_ATTN_SHA_TARGET inline __m128i next_words(__m128i m0, __m128i m1, __m128i 
   return _mm_sha256msg2_epu32(sum, m3);
 }
 
-PAGED_ATTN_SHA_TARGET void compress_x86(uint32_t* state, const uint8_t* data, size_t num_chunks) {
-  const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
-  __m128i* const words = reinterpret_cast<__m128i*>(state);
-  const __m128i cdab = _mm_shuffle_epi32(_mm_load_si128(words), 0xb1);
-  const __m128i efgh = _mm_shuffle_epi32(_mm_load_si128(words + 1), 0x1b);
-  __m128i abef = _mm_alignr_epi8(cdab, efgh, 8);
-  __m128i cdgh = _mm_blend_epi16(efgh, cdab, 0xf0);
+// A state and the chunk it absorbs, in registers.
+struct Lane {
+  __m128i abef, cdgh, abef_before, cdgh_before, m0, m1, m2, m3;
 
-  for (; num_chunks > 0; --num_chunks, data += 64) {
-    const __m128i abef_before = abef, cdgh_before = cdgh;
+  PAGED_ATTN_SHA_TARGET void load_state(const uint32_t* state) {
+    const __m128i* const words = reinterpret_cast<const __m128i*>(state);
+    const __m128i cdab = _mm_shuffle_epi32(_mm_load_si128(words), 0xb1);
+    const __m128i efgh = _mm_shuffle_epi32(_mm_load_si128(words + 1), 0x1b);
+    abef = _mm_alignr_epi8(cdab, efgh, 8);
+    cdgh = _mm_blend_epi16(efgh, cdab, 0xf0);
+  }
+
+  PAGED_ATTN_SHA_TARGET void store_state(uint32_t* state) const {
+    __m128i* const words = reinterpret_cast<__m128i*>(state);
+    const __m128i feba = _mm_shuffle_epi32(abef, 0x1b);
+    const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xb1);
+    _mm_store_si128(words, _mm_blend_epi16(feba, dchg, 0xf0));
+    _mm_store_si128(words + 1, _mm_alignr_epi8(dchg, feba, 8));
+  }
+
+  PAGED_ATTN_SHA_TARGET void load_chunk(const uint8_t* data) {
+    const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
     const __m128i* const chunk = reinterpret_cast<const __m128i*>(data);
-    __m128i m0 = _mm_shuffle_epi8(_mm_loadu_si128(chunk), big_endian);
-    __m128i m1 = _mm_shuffle_epi8(_mm_loadu_si128(chunk + 1), big_endian);
-    __m128i m2 = _mm_shuffle_epi8(_mm_loadu_si128(chunk + 2), big_endian);
-    __m128i m3 = _mm_shuffle_epi8(_mm_loadu_si128(chunk + 3), big_endian);
-    for (int group = 0; group < 12; group += 4) {
-      four_rounds(abef, cdgh, m0, group);
-      m0 = next_words(m0, m1, m2, m3);
-      four_rounds(abef, cdgh, m1, group + 1);
-      m1 = next_words(m1, m2, m3, m0);
-      four_rounds(abef, cdgh, m2, group + 2);
-      m2 = next_words(m2, m3, m0, m1);
-      four_rounds(abef, cdgh, m3, group + 3);
-      m3 = next_words(m3, m0, m1, m2);
-    }
-    four_rounds(abef, cdgh, m0, 12);
-    four_rounds(abef, cdgh, m1, 13);
-    four_rounds(abef, cdgh, m2, 14);
-    four_rounds(abef, cdgh, m3, 15);
+    m0 = _mm_shuffle_epi8(_mm_loadu_si128(chunk), big_endian);
+    m1 = _mm_shuffle_epi8(_mm_loadu_si128(chunk + 1), big_endian);
+    m2 = _mm_shuffle_epi8(_mm_loadu_si128(chunk + 2), big_endian);
+    m3 = _mm_shuffle_epi8(_mm_loadu_si128(chunk + 3), big_endian);
+    abef_before = abef;
+    cdgh_before = cdgh;
+  }
+
+  PAGED_ATTN_SHA_TARGET void add_before() {
     abef = _mm_add_epi32(abef, abef_before);
     cdgh = _mm_add_epi32(cdgh, cdgh_before);
   }
+};
 
-  const __m128i feba = _mm_shuffle_epi32(abef, 0x1b);
-  const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xb1);
-  _mm_store_si128(words, _mm_blend_epi16(feba, dchg, 0xf0));
-  _mm_store_si128(words + 1, _mm_alignr_epi8(dchg, feba, 8));
+// The 64 rounds of every lane, four at a time in turn.
+template <typename... Lanes>
+PAGED_ATTN_SHA_TARGET inline void all_rounds(Lanes&... lanes) {
+  for (int group = 0; group < 12; group += 4) {
+    (four_rounds(lanes.abef, lanes.cdgh, lanes.m0, group), ...);
+    ((lanes.m0 = next_words(lanes.m0, lanes.m1, lanes.m2, lanes.m3)), ...);
+    (four_rounds(lanes.abef, lanes.cdgh, lanes.m1, group + 1), ...);
+    ((lanes.m1 = next_words(lanes.m1, lanes.m2, lanes.m3, lanes.m0)), ...);
+    (four_rounds(lanes.abef, lanes.cdgh, lanes.m2, group + 2), ...);
+    ((lanes.m2 = next_words(lanes.m2, lanes.m3, lanes.m0, lanes.m1)), ...);
+    (four_rounds(lanes.abef, lanes.cdgh, lanes.m3, group + 3), ...);
+    ((lanes.m3 = next_words(lanes.m3, lanes.m0, lanes.m1, lanes.m2)), ...);
+  }
+  (four_rounds(lanes.abef, lanes.cdgh, lanes.m0, 12), ...);
+  (four_rounds(lanes.abef, lanes.cdgh, lanes.m1, 13), ...);
+  (four_rounds(lanes.abef, lanes.cdgh, lanes.m2, 14), ...);
+  (four_rounds(lanes.abef, lanes.cdgh, lanes.m3, 15), ...);
+  (lanes.add_before(), ...);
+}
+
+PAGED_ATTN_SHA_TARGET void compress_x86(uint32_t* state, const uint8_t* data, size_t num_chunks) {
+  Lane lane;
+  lane.load_state(state);
+  for (; num_chunks > 0; --num_chunks, data += 64) {
+    lane.load_chunk(data);
+    all_rounds(lane);
+  }
+  lane.store_state(state);
+}
+
+PAGED_ATTN_SHA_TARGET void compress_pair_x86(uint32_t* state_a, const uint8_t* data_a, uint32_t* state_b,
+                                             const uint8_t* data_b) {
+  Lane a, b;
+  a.load_state(state_a);
+  b.load_state(state_b);
+  a.load_chunk(data_a);
+  b.load_chunk(data_b);
+  all_rounds(a, b);
+  a.store_state(state_a);
+  b.store_state(state_b);
 }
 
 bool cpu_has_sha() {
@@ -127,27 +167,41 @@ bool cpu_has_sha() {
 }
 #endif
 
-using Compress = void (*)(uint32_t*, const uint8_t*, size_t);
+struct Code {
+  void (*compress)(uint32_t*, const uint8_t*, size_t);
+  void (*compress_pair)(uint32_t*, const uint8_t*, uint32_t*, const uint8_t*);
+};
 
-Compress best_compress() {
-#ifdef PAGED_ATTN_X86_SHA
-  if (cpu_has_sha()) return compress_x86;
-#endif
-  return compress_portable;
+void compress_pair_portable(uint32_t* state_a, const uint8_t* data_a, uint32_t* state_b, const uint8_t* data_b) {
+  compress_portable(state_a, data_a, 1);
+  compress_portable(state_b, data_b, 1);
 }
 
-Compress active_compress = best_compress();
+constexpr Code kPortable = {compress_portable, compress_pair_portable};
+
+Code best_code() {
+#ifdef PAGED_ATTN_X86_SHA
+  if (cpu_has_sha()) return {compress_x86, compress_pair_x86};
+#endif
+  return kPortable;
+}
+
+Code code = best_code();
 
 }  // namespace
 
-bool sha256_has_instructions() { return active_compress != compress_portable; }
+bool sha256_has_instructions() { return code.compress != kPortable.compress; }
 
 bool sha256_use_instructions(bool wanted) {
-  active_compress = wanted ? best_compress() : compress_portable;
+  code = wanted ? best_code() : kPortable;
   return sha256_has_instructions();
 }
 
-void Sha256::compress(const uint8_t* data, size_t num_chunks) { active_compress(state_, data, num_chunks); }
+void Sha256::compress(const uint8_t* data, size_t num_chunks) { code.compress(state_, data, num_chunks); }
+
+void Sha256::compress_pair(Sha256& a, const uint8_t* data_a, Sha256& b, const uint8_t* data_b) {
+  code.compress_pair(a.state_, data_a, b.state_, data_b);
+}
 
 Digest Sha256::finish(const uint8_t* tail, size_t size, uint64_t total_size) {
   compress(tail, size / 64);
@@ -160,6 +214,10 @@ Digest Sha256::finish(const uint8_t* tail, size_t size, uint64_t total_size) {
   store_big_endian(last + end - 8, static_cast<uint32_t>(total_size >> 29));
   store_big_endian(last + end - 4, static_cast<uint32_t>(total_size << 3));
   compress(last, end / 64);
+  return digest();
+}
+
+Digest Sha256::digest() const {
   uint32_t words[8];
   for (int i = 0; i < 8; ++i) words[i] = swap_bytes(state_[i]);
   Digest digest;

@@ -13,8 +13,14 @@ class Sha256 {
   // Absorb whole 64-byte chunks.
   void compress(const uint8_t* data, size_t num_chunks);
 
+  // Absorb one chunk into each of two states at once: little slower than one, for a chunk's rounds wait on each other.
+  static void compress_pair(Sha256& a, const uint8_t* data_a, Sha256& b, const uint8_t* data_b);
+
   // Absorb the last `size` bytes and the padding; `total_size` is the length of the whole message in bytes.
   Digest finish(const uint8_t* tail, size_t size, uint64_t total_size);
+
+  // The digest, when the padding has been absorbed.
+  Digest digest() const;
 
  private:
   alignas(16) uint32_t state_[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
