@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--max-batch-tokens", type=int, nargs="*", default=[8192, 160], help="one measurement each")
     parser.add_argument("--live", type=int, nargs="*", default=[1, 8, 24], help="sequences of the profiled steps")
     parser.add_argument("--modes", choices=("graphs", "compile"), nargs="*", default=["graphs", "compile"])
+    parser.add_argument("--peer-requests", type=int, default=16, help="requests for transformers' continuous batching")
     parser.add_argument("--passes", type=int, default=2, help="measured passes, after one to warm up")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()
@@ -63,7 +64,9 @@ def main() -> int:
         common.print_table(steps)
         del engine
         torch.cuda.empty_cache()
-    common.write_results("serving", rows, directory=args.out, shape=args.shape, decode_steps=steps)
+    peers = transformers_batching(model, args.peer_requests) if args.peer_requests else []
+    common.print_table(peers)
+    common.write_results("serving", rows, directory=args.out, shape=args.shape, decode_steps=steps, peers=peers)
     return 0
 
 
@@ -91,6 +94,35 @@ def throughput(engine: Engine, vocab_size: int, args: argparse.Namespace) -> lis
         )
         print(rows[-1], flush=True)
     engine.scheduler.max_batch_tokens = max(args.max_batch_tokens)
+    return rows
+
+
+def transformers_batching(model, count: int, max_tokens: int = 64) -> list[dict]:
+    """Output tokens/s of transformers' continuous batching and of the engine on the first prompts of the set."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    from paged_attn.integrations.transformers import register
+
+    prompts = make_prompts(traces.lognormal(count), 0, model.config.vocab_size, seed=0)
+    generation = GenerationConfig(max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    register(decode_tables=True)
+    rows = []
+    for name, graphs in (("paged|sdpa", None), ("paged|paged_attn", True)):
+        model.set_attn_implementation(name)
+        config = ContinuousBatchingConfig(block_size=32, num_blocks=1024, max_batch_tokens=2048, use_cuda_graph=graphs)
+        options = {"generation_config": generation, "continuous_batching_config": config, "progress_bar": False}
+        began = time.perf_counter()
+        outputs = model.generate_batch(inputs=prompts, **options)
+        seconds = time.perf_counter() - began
+        generated = sum(len(output.generated_tokens) for output in outputs.values())
+        rows.append({"engine": f"transformers, {name}", "tokens/s": generated / seconds, "seconds": seconds})
+    engine = Engine(model, num_blocks=2048, max_num_seqs=count, eos_token_ids=[])
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    engine.generate(prompts, params)
+    began = time.perf_counter()
+    engine.generate(prompts, params)
+    seconds = time.perf_counter() - began
+    rows.append({"engine": "paged_attn.engine, warm", "tokens/s": count * max_tokens / seconds, "seconds": seconds})
     return rows
 
 

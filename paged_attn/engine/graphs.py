@@ -33,7 +33,7 @@ class StepGraphs:
         self.forward, self.newest = forward, newest
         self.row_sizes = sorted({1, 2, 4, *range(8, max_rows, 8), max_rows})
         most = min(max_batch_tokens, MAX_TOKENS)
-        self.token_sizes = sorted({size for size in (32, 64, 128, 256, 512) if size < most} | {most})
+        self.token_sizes = sorted({*range(32, most, 32), most})
         tokens = max(max_rows, most)
 
         def ints(size: int, fill: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
