@@ -33,9 +33,9 @@ void score_strip(const float* query, const float* keys, float* scores, int head_
   }
 }
 
-// acc[r][d] += sum over keys [begin, end) of weights[r][key] x values[key][d], keys in order.
-template <int kRows, int kVecs>
-void add_values(const float* weights, const float* values, KeyRange keys, float* acc, int stride) {
+// acc[r][d] += sum over keys [begin, end) of weights[r][key] x values[key][first_d + d], keys in order.
+template <int kRows, int kVecs, class V>
+void add_values(const float* weights, const V* const* values, int first_d, KeyRange keys, float* acc, int stride) {
   Vec sum[kRows][kVecs];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
@@ -44,7 +44,7 @@ void add_values(const float* weights, const float* values, KeyRange keys, float*
   for (int key = keys.begin; key < keys.end; ++key) {
     Vec value[kVecs];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) value[v] = load(values + key * stride + v * kLanes);
+    for (int v = 0; v < kVecs; ++v) value[v] = load(values[key] + first_d + v * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const Vec w = splat(weights[r * kTileKeys + key]);
@@ -58,13 +58,13 @@ void add_values(const float* weights, const float* values, KeyRange keys, float*
     for (int v = 0; v < kVecs; ++v) store(acc + r * stride + v * kLanes, sum[r][v]);
 }
 
-template <int kRows>
-void add_values(const float* weights, const float* values, KeyRange keys, float* acc, int stride) {
+template <int kRows, class V>
+void add_values(const float* weights, const V* const* values, KeyRange keys, float* acc, int stride) {
   if (keys.begin >= keys.end) return;
   int d = 0;
   for (; d + kStripVecs * kLanes <= stride; d += kStripVecs * kLanes)
-    add_values<kRows, kStripVecs>(weights, values + d, keys, acc + d, stride);
-  for (; d < stride; d += kLanes) add_values<kRows, 1>(weights, values + d, keys, acc + d, stride);
+    add_values<kRows, kStripVecs>(weights, values, d, keys, acc + d, stride);
+  for (; d < stride; d += kLanes) add_values<kRows, 1>(weights, values, d, keys, acc + d, stride);
 }
 
 // Calls f<rows>() with 1 <= rows <= kStripRows as a constant.
@@ -159,6 +159,7 @@ class TileKernel {
     part_ = partial_at(take(partial_floats(kTileRows, p.head_dim)), kTileRows, p.head_dim);
     total_ = partial_at(take(partial_floats(kTileRows, p.head_dim)), kTileRows, p.head_dim);
     scores_ = take(kTileKeys * kStripRows);
+    for (int i = 0; i < kTileKeys; ++i) value_rows_[i] = values_ + i * stride_;
     range_ = visible_keys(p, tile);
     end_ = int(std::min<int64_t>(end, range_.end));
     load_query();
@@ -234,10 +235,19 @@ class TileKernel {
     locate(first, now);
     locate(first + kTileKeys, next);
     load_keys(now, next);
-    load_values(now, next);
+    if (tile_.num_rows <= kStripRows && p_.head_dim == stride_) {
+      all_strips(now, now.value, part);
+    } else {
+      load_values(now);
+      all_strips(now, value_rows_, part);
+    }
+  }
+
+  template <class V>
+  void all_strips(const TileRows& tile, const V* const* values, Partial part) {
     for (int r = 0; r < tile_.num_rows; r += kStripRows) {
       const int rows = std::min(kStripRows, tile_.num_rows - r);
-      with_rows(rows, [&](auto constant) { one_strip<constant.value>(now, r, part); });
+      with_rows(rows, [&](auto constant) { one_strip<constant.value>(tile, values, r, part); });
     }
   }
 
@@ -249,8 +259,10 @@ class TileKernel {
   void load_keys(const TileRows& now, const TileRows& next) {
     const KeyRange keys = now.keys;
     for (int i = keys.begin / kLanes * kLanes; i < keys.end; i += kLanes) {
-      for (int j = std::max(i, next.keys.begin); j < std::min(i + kLanes, next.keys.end); ++j)
+      for (int j = std::max(i, next.keys.begin); j < std::min(i + kLanes, next.keys.end); ++j) {
         prefetch_row(next.key[j]);
+        prefetch_row(next.value[j]);
+      }
       const bool whole = i >= keys.begin && i + kLanes <= keys.end;
       for (int d = 0; d < p_.head_dim; d += kLanes) {
         Vec block[kLanes];
@@ -270,11 +282,8 @@ class TileKernel {
     }
   }
 
-  void load_values(const TileRows& now, const TileRows& next) {
-    for (int i = now.keys.begin; i < now.keys.end; ++i) {
-      if (i >= next.keys.begin && i < next.keys.end) prefetch_row(next.value[i]);
-      load_row(now.value[i], values_ + i * stride_, p_.head_dim);
-    }
+  void load_values(const TileRows& tile) {
+    for (int i = tile.keys.begin; i < tile.keys.end; ++i) load_row(tile.value[i], values_ + i * stride_, p_.head_dim);
   }
 
   KeyRange row_keys(int row, int first) const {
@@ -282,8 +291,9 @@ class TileKernel {
     return {std::max(keys.begin - first, 0), std::min(keys.end - first, kTileKeys)};
   }
 
-  template <int kRows>
-  void one_strip(const TileRows& tile, int r, Partial part) {
+  // `values`: rows of V, where they are stored or converted.
+  template <int kRows, class V>
+  void one_strip(const TileRows& tile, const V* const* values, int r, Partial part) {
     KeyRange keys[kRows], common{0, kTileKeys}, any{kTileKeys, 0};
     for (int i = 0; i < kRows; ++i) {
       keys[i] = row_keys(r + i, tile.first);
@@ -298,16 +308,17 @@ class TileKernel {
     // Each row multiplies the values of the keys that it sees, and no others, in their order.
     float* acc = part.acc + int64_t{r} * stride_;
     if (common.begin >= common.end) {
-      for (int i = 0; i < kRows; ++i) add_row(i, keys[i], acc);
+      for (int i = 0; i < kRows; ++i) add_row(i, values, keys[i], acc);
       return;
     }
-    for (int i = 0; i < kRows; ++i) add_row(i, {keys[i].begin, common.begin}, acc);
-    add_values<kRows>(scores_, values_, common, acc, stride_);
-    for (int i = 0; i < kRows; ++i) add_row(i, {common.end, keys[i].end}, acc);
+    for (int i = 0; i < kRows; ++i) add_row(i, values, {keys[i].begin, common.begin}, acc);
+    add_values<kRows>(scores_, values, common, acc, stride_);
+    for (int i = 0; i < kRows; ++i) add_row(i, values, {common.end, keys[i].end}, acc);
   }
 
-  void add_row(int i, KeyRange keys, float* acc) {
-    add_values<1>(scores_ + i * kTileKeys, values_, keys, acc + int64_t{i} * stride_, stride_);
+  template <class V>
+  void add_row(int i, const V* const* values, KeyRange keys, float* acc) {
+    add_values<1>(scores_ + i * kTileKeys, values, keys, acc + int64_t{i} * stride_, stride_);
   }
 
   // Raw scores of a row to weights exp(score - max), with the row's state brought up to date.
@@ -324,7 +335,8 @@ class TileKernel {
       if (p_.softcap > 0.f) s[v] = p_.softcap * tanh(s[v] / p_.softcap);
       const Vec index = lanes + float(v * kLanes);
       if (p_.alibi_slopes != nullptr) s[v] += slope * (index + distance);
-      s[v] = (index >= float(keys.begin)) & (index < float(keys.end)) ? s[v] : splat(-kInfinity);
+      const VecI32 visible = (index >= float(keys.begin)) & (index < float(keys.end));
+      s[v] = visible ? s[v] : splat(-kInfinity);
       high = max(high, s[v]);
     }
     const float old_max = part.max[row], tile_max = reduce_max(high);
@@ -354,6 +366,7 @@ class TileKernel {
   const AttentionParams& p_;
   const QueryTile& tile_;
   const int group_, stride_;
+  const float* value_rows_[kTileKeys];
   TileRows located_[2];
   int end_;         // of the keys to work on
   KeyRange range_;  // keys that any row sees
