@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--num-requests", type=int, default=96)
     parser.add_argument("--num-blocks", type=int, default=8192)
     parser.add_argument("--max-num-seqs", type=int, default=96)
-    parser.add_argument("--max-batch-tokens", type=int, nargs="*", default=[8192, 160], help="one measurement each")
+    parser.add_argument("--max-batch-tokens", type=int, nargs="*", default=[8192], help="one measurement each")
     parser.add_argument("--live", type=int, nargs="*", default=[1, 8, 24], help="sequences of the profiled steps")
     parser.add_argument("--modes", choices=("graphs", "compile"), nargs="*", default=["graphs", "compile"])
     parser.add_argument("--peer-requests", type=int, default=16, help="requests for transformers' continuous batching")
@@ -64,9 +64,11 @@ def main() -> int:
         common.print_table(steps)
         del engine
         torch.cuda.empty_cache()
-    peers = transformers_batching(model, args.peer_requests) if args.peer_requests else []
-    common.print_table(peers)
-    common.write_results("serving", rows, directory=args.out, shape=args.shape, decode_steps=steps, peers=peers)
+    common.write_results("serving", rows, directory=args.out, shape=args.shape, decode_steps=steps)
+    if args.peer_requests:
+        peers = transformers_batching(model, args.peer_requests)
+        common.print_table(peers)
+        common.write_results("serving_peers", peers, directory=args.out, shape=args.shape)
     return 0
 
 

@@ -45,7 +45,7 @@ class Engine:
         max_model_len: longest sequence; default what the model was made for.
         preemption: "recompute" or "swap" (to the cache's host blocks, while there are enough).
         cuda_graphs: run decodes and small mixed steps as captured graphs; default: on a GPU, where the model allows it.
-        compile: torch.compile the layers of a fused model.
+        compile: torch.compile the small kernels of a fused model.
         overlap: launch a step before the tokens of the one before it are read; default: on a GPU.
         tokenizer: needed for stop strings only.
         eos_token_ids: default: the model's generation config.

@@ -1,4 +1,4 @@
-"""A forward pass of its own for Llama-shaped models: joint projections, few kernels, nothing between them."""
+"""A forward pass of its own for Llama-shaped models: joint projections and few kernels."""
 
 from __future__ import annotations
 
@@ -13,31 +13,24 @@ from paged_attn.engine.models import Inputs
 
 
 @dataclass
-class _Projection:
-    """A norm and the linear map behind it: queries, keys and values of a layer, or the logits."""
-
-    norm: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass
 class _Layer:
     key_cache: Tensor
     value_cache: Tensor
     scales: dict[str, Tensor]  # of a quantised cache
+    input_norm: Tensor
+    qkv: Tensor  # [(Hq + 2 Hkv) D, hidden]
+    qkv_bias: Tensor | None
     output: Tensor
     mlp_norm: Tensor
     gate_up: Tensor  # [2 * intermediate, hidden]
     down: Tensor
-    next: _Projection
 
 
 class LlamaForward:
     """Llama, Mistral without a window and Qwen2, the arithmetic of transformers.
 
-    Joint weights replace the model's own, which become views of them: no weight is held twice. ``compile`` hands all
-    that lies between two attention calls to torch.compile.
+    Joint weights replace the model's own, which become views of them: no weight is held twice. Residual sums happen
+    inside the matrix products. ``compile`` hands the norms and the gate, a few kernels each, to torch.compile.
     """
 
     def __init__(self, model: torch.nn.Module, cache: paged_attn.PagedKVCache, compile: bool):
@@ -52,22 +45,27 @@ class LlamaForward:
         halves = [table[0, :, : self.head_dim // 2] for table in base.rotary_emb(base.norm.weight, positions)]
         self.cos_sin = torch.cat(halves, dim=-1)
 
-        projections = [_join_qkv(layer) for layer in base.layers]
-        projections.append(_Projection(base.norm.weight, model.lm_head.weight, None))
-        self.first = projections[0]
-        self.layers = [
-            _Layer(
-                *cache.layer(i),
-                scale_options(cache, i),
-                output=layer.self_attn.o_proj.weight,
-                mlp_norm=layer.post_attention_layernorm.weight,
-                gate_up=_join([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
-                down=layer.mlp.down_proj.weight,
-                next=projections[i + 1],
+        self.norm, self.lm_head = base.norm.weight, model.lm_head.weight
+        self.layers = []
+        for i, layer in enumerate(base.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+            self.layers.append(
+                _Layer(
+                    *cache.layer(i),
+                    scale_options(cache, i),
+                    input_norm=layer.input_layernorm.weight,
+                    qkv=_join([module.weight for module in qkv]),
+                    qkv_bias=None if qkv[0].bias is None else _join([module.bias for module in qkv]),
+                    output=attention.o_proj.weight,
+                    mlp_norm=layer.post_attention_layernorm.weight,
+                    gate_up=_join([mlp.gate_proj.weight, mlp.up_proj.weight]),
+                    down=mlp.down_proj.weight,
+                )
             )
-            for i, layer in enumerate(base.layers)
-        ]
-        self.after_attention = torch.compile(_after_attention, dynamic=True) if compile else _after_attention
+        self.rms_norm, self.gate = _rms_norm, _gate
+        if compile:
+            self.rms_norm, self.gate = (torch.compile(f, dynamic=True) for f in (_rms_norm, _gate))
 
     @staticmethod
     def supports(model: torch.nn.Module) -> bool:
@@ -86,24 +84,15 @@ class LlamaForward:
 
     def __call__(self, inputs: Inputs) -> Tensor:
         hidden = F.embedding(inputs.token_ids, self.embedding)
-        projected = _project(hidden, self.first.norm, self.first.weight, self.first.bias, self.eps)
         for i, layer in enumerate(self.layers):
+            projected = F.linear(self.rms_norm(hidden, layer.input_norm, self.eps), layer.qkv, layer.qkv_bias)
             attended = self._attend(layer, projected, inputs, metadata_ready=i > 0)
             if i == len(self.layers) - 1 and inputs.logit_rows is not None:
                 hidden, attended = hidden[inputs.logit_rows], attended[inputs.logit_rows]
-            hidden, projected = self.after_attention(
-                attended,
-                hidden,
-                layer.output,
-                layer.mlp_norm,
-                layer.gate_up,
-                layer.down,
-                layer.next.norm,
-                layer.next.weight,
-                layer.next.bias,
-                self.eps,
-            )
-        return projected
+            hidden.addmm_(attended, layer.output.t())
+            gate_up = F.linear(self.rms_norm(hidden, layer.mlp_norm, self.eps), layer.gate_up)
+            hidden.addmm_(self.gate(gate_up), layer.down.t())
+        return F.linear(self.rms_norm(hidden, self.norm, self.eps), self.lm_head)
 
     def _attend(self, layer: _Layer, projected: Tensor, inputs: Inputs, metadata_ready: bool) -> Tensor:
         query, key, value = projected.view(-1, sum(self.heads), self.head_dim).split(self.heads, dim=1)
@@ -124,34 +113,13 @@ class LlamaForward:
         ).flatten(1)
 
 
-def _project(hidden: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    return F.linear(F.rms_norm(hidden, norm.shape, norm, eps), weight, bias)
+def _rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(hidden, weight.shape, weight, eps)
 
 
-def _after_attention(
-    attended: Tensor,
-    hidden: Tensor,
-    output: Tensor,
-    mlp_norm: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    next_norm: Tensor,
-    next_weight: Tensor,
-    next_bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """From attention to the next projection: ``hidden`` after this layer, and what the next attention call takes."""
-    hidden = _accumulate(hidden, attended, output)
-    gate, up = _project(hidden, mlp_norm, gate_up, None, eps).chunk(2, dim=-1)
-    hidden = _accumulate(hidden, F.silu(gate) * up, down)
-    return hidden, _project(hidden, next_norm, next_weight, next_bias, eps)
-
-
-def _accumulate(hidden: Tensor, states: Tensor, weight: Tensor) -> Tensor:
-    """``hidden`` plus a linear map of ``states``: inside the matrix product, or by a kernel that the compiler fuses."""
-    if torch.compiler.is_compiling():
-        return hidden + F.linear(states, weight)
-    return hidden.addmm_(states, weight.t())
+def _gate(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def _has_window(config) -> bool:
@@ -168,16 +136,10 @@ def _linears(model: torch.nn.Module):
         yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
 
 
-def _join_qkv(layer: torch.nn.Module) -> _Projection:
-    modules = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-    bias = None if modules[0].bias is None else _join([module.bias for module in modules])
-    return _Projection(layer.input_layernorm.weight, _join([module.weight for module in modules]), bias)
-
-
-def _join(parameters: list[torch.nn.Parameter]) -> torch.nn.Parameter:
+def _join(parameters: list[torch.nn.Parameter]) -> Tensor:
     """All rows in one tensor, of which the parameters become views."""
     sizes = [parameter.shape[0] for parameter in parameters]
     joint = torch.cat([parameter.data for parameter in parameters])
     for parameter, part in zip(parameters, joint.split(sizes)):
         parameter.data = part
-    return torch.nn.Parameter(joint, requires_grad=False)
+    return joint
