@@ -125,13 +125,13 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     for (int i = thread; i < args.stages * C::kKeys; i += C::kThreads) {
       const int stage = i / C::kKeys, row = i % C::kKeys, tile = piece.tile_begin + stage;
       const int block = loader.find_block(piece, tile, row);
-      loader.publish_offset(piece, stage, tile, row, block);
+      loader.publish_address(piece, stage, tile, row, block);
       if constexpr (C::kQuantized) loader.load_scales(piece, stage, tile, row, block);
     }
     loader.load_query(piece);
     __syncthreads();
     for (int stage = 0; stage < ahead; ++stage) {
-      if (piece.tile_begin + stage < piece.tile_end) loader.load_tile(stage);
+      if (piece.tile_begin + stage < piece.tile_end) loader.load_tile(piece, stage, piece.tile_begin + stage);
       ptx::cp_async_commit();
     }
   };
@@ -158,25 +158,24 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
       __syncthreads();  // the tile is there for all, and the stage of the tile before is free
       const int next_stage = stage == 0 ? ahead : stage - 1;
       const bool load = tile + ahead < piece.tile_end;
-      if (load && !loader.aligned()) loader.load_unaligned(next_stage);
+      // Decode, short of bytes in flight, is faster with the loads between the products, prefill with all of them
+      // first.
+      const bool load_between = C::kDecode && loader.aligned();
+      if (load && !load_between) loader.load_tile(piece, next_stage, tile + ahead);
       if (C::kQuantized && load && tile > piece.tile_begin && thread < C::kKeys)
         loader.load_scales(piece, next_stage, tile + ahead, thread, block);
       if (thread < C::kKeys) block = loader.find_block(piece, tile + args.stages, thread);
       if constexpr (C::kQuantized) loader.convert_tile(stage);
       const int row0 = C::kDecode ? 0 : warp * C::kWarpRows, key0 = C::kDecode ? warp * C::kWarpKeys : 0;
-      auto load_next = [&, load = load && loader.aligned()](int step) {
-        if (load && step < Loader<C>::kLoadSteps) loader.load_step(next_stage, step);
+      auto load_next = [&](int step) {
+        if (load && load_between && step < Loader<C>::kLoadSteps) loader.load_step(next_stage, step);
       };
-      if (row0 < piece.num_rows) {
+      if (row0 < piece.num_rows)
         rows.add_tile(p, piece, rule, ptx::smem_address(smem + C::kQuery) + row0 * C::kRowBytes,
                       loader.tile_address(stage) + key0 * C::kRowBytes, row0, tile * C::kKeys + key0,
                       loader.scales(stage) + key0, load_next);
-      } else {
-#pragma unroll 1
-        for (int step = 0; step < Loader<C>::kLoadSteps; ++step) load_next(step);
-      }
       ptx::cp_async_commit();
-      if (thread < C::kKeys) loader.publish_offset(piece, stage, tile + args.stages, thread, block);
+      if (thread < C::kKeys) loader.publish_address(piece, stage, tile + args.stages, thread, block);
       stage = stage == ahead ? 0 : stage + 1;
     }
     if (thread == 0) {

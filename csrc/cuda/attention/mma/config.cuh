@@ -39,16 +39,16 @@ struct Config {
   static constexpr int kCacheRowBytes = kQuantized ? kHeadDim : kRowBytes;
   static constexpr int kStageBytes = 2 * kKeys * kCacheRowBytes;
 
-  // Shared memory, in bytes from its start.  Per stage, behind the stages: longlong2 offsets[kKeys], and, quantised,
+  // Shared memory, in bytes from its start.  Per stage, behind the stages: RowAddress [kKeys], and, quantised,
   // float scales[2][kKeys].
   static constexpr int kQuery = 0;
   static constexpr int kConverted = kQuery + kRows * kRowBytes;
   static constexpr int kShared = kConverted + (kQuantized ? 2 * kTileBytes : 0);  // CtaState
   static constexpr int kStates = kShared + 384;                                   // float2 [kWarps][kRows]
   static constexpr int kStages = (kStates + (kDecode ? kWarps * kRows * 8 : 0) + 511) / 512 * 512;
-  static constexpr int kOffsetBytes = kKeys * 16;
+  static constexpr int kAddressBytes = kKeys * 16;
   static constexpr int kScaleBytes = kQuantized ? 2 * kKeys * 4 : 0;
-  static constexpr int smem_bytes(int stages) { return kStages + stages * (kStageBytes + kOffsetBytes + kScaleBytes); }
+  static constexpr int smem_bytes(int stages) { return kStages + stages * (kStageBytes + kAddressBytes + kScaleBytes); }
 };
 
 __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk, uint32_t row_bytes) {

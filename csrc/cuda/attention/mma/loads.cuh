@@ -26,6 +26,11 @@ __device__ __forceinline__ void copy_unaligned(unsigned char* dst, const unsigne
   }
 }
 
+// Where the key and the value of a token lie; null: they are not to be read.
+struct alignas(16) RowAddress {
+  const unsigned char *key, *value;
+};
+
 // Moves the keys and values of pieces; attention_kernel says who calls what when, and where the barriers stand.
 template <class C>
 class Loader {
@@ -40,17 +45,18 @@ class Loader {
   }
 
   // Tells all threads where row `row` of the tile for `stage` lies.
-  __device__ void publish_offset(const Piece& piece, int stage, int tile, int row, int block) {
+  __device__ void publish_address(const Piece& piece, int stage, int tile, int row, int block) {
     const AttentionParams& p = args_.p;
-    constexpr int64_t kSize = C::kQuantized ? 1 : 2;
-    longlong2 offset = {-1, -1};
+    RowAddress address = {nullptr, nullptr};
     if (block >= 0) {
       const int slot = (tile * C::kKeys + row) % p.block_size;
-      offset.x = kSize * (block * p.key_strides.block + slot * p.key_strides.slot + piece.head * p.key_strides.head);
-      offset.y =
-          kSize * (block * p.value_strides.block + slot * p.value_strides.slot + piece.head * p.value_strides.head);
+      auto find = [&](const void* cache, const BlockStrides& strides) {
+        return static_cast<const unsigned char*>(cache) +
+               kElementBytes * (block * strides.block + slot * strides.slot + piece.head * strides.head);
+      };
+      address = {find(p.key_cache, p.key_strides), find(p.value_cache, p.value_strides)};
     }
-    offsets(stage)[row] = offset;
+    addresses(stage)[row] = address;
   }
 
   // The scales of row `row`, where they differ from token to token; 0 for a row that is not read.
@@ -59,7 +65,7 @@ class Loader {
     load_scale(args_.p.v_scale, piece, scales(stage) + C::kKeys + row, tile * C::kKeys + row, block);
   }
 
-  // Keys and values of the rows of step `step` of a tile whose offsets were published before the last barrier; all of
+  // Keys and values of the rows of step `step` of a tile whose addresses were published before the last barrier; all of
   // 0 <= step < kLoadSteps make the tile.
   static constexpr int kRowChunks = C::kCacheRowBytes / 16, kRowsAtOnce = C::kThreads / kRowChunks;
   static constexpr int kLoadSteps = C::kKeys / kRowsAtOnce;
@@ -77,10 +83,24 @@ class Loader {
       });
   }
   __device__ bool aligned() const { return args_.cache_bytes == 16; }
-  __device__ void load_tile(int stage) const {
-    if (!aligned()) return load_unaligned(stage);
+  __device__ void load_tile(const Piece& piece, int stage, int tile) const {
+    const int first_key = tile * C::kKeys;
+    if (!aligned()) {
+      load_unaligned(stage);
+    } else if (args_.p.head_dim == C::kHeadDim && first_key >= piece.span.key_begin &&
+               first_key + C::kKeys <= piece.span.key_end) {
+      const int row0 = threadIdx.x / kRowChunks, chunk = threadIdx.x % kRowChunks;
 #pragma unroll
-    for (int step = 0; step < kLoadSteps; ++step) load_step(stage, step);
+      for (int step = 0; step < kLoadSteps; ++step) {
+        const RowAddress from = addresses(stage)[row0 + step * kRowsAtOnce];
+        unsigned char* to = place(stage, row0 + step * kRowsAtOnce, chunk);
+        ptx::cp_async_16(ptx::smem_address(to), from.key + chunk * 16);
+        ptx::cp_async_16(ptx::smem_address(to + C::kStageBytes / 2), from.value + chunk * 16);
+      }
+    } else {
+#pragma unroll 1
+      for (int step = 0; step < kLoadSteps; ++step) load_step(stage, step);
+    }
   }
 
   // The query rows of the piece's tile; rows behind the last are 0.
@@ -127,25 +147,28 @@ class Loader {
   }
   __device__ unsigned char* stage_data(int stage) const { return smem_ + C::kStages + stage * C::kStageBytes; }
   __device__ float* scales(int stage) const {
-    return reinterpret_cast<float*>(smem_ + C::kStages + args_.stages * (C::kStageBytes + C::kOffsetBytes) +
+    return reinterpret_cast<float*>(smem_ + C::kStages + args_.stages * (C::kStageBytes + C::kAddressBytes) +
                                     stage * C::kScaleBytes);
   }
 
  private:
   static constexpr int kElementBytes = C::kQuantized ? 1 : 2;
 
+  // Of a key; its value lies kStageBytes / 2 behind.
+  __device__ __forceinline__ unsigned char* place(int stage, int row, int chunk) const {
+    return stage_data(stage) +
+           (C::kQuantized ? row * C::kCacheRowBytes + chunk * 16 : swizzled(row, chunk, C::kRowBytes));
+  }
   template <class Copy>
   __device__ __forceinline__ void load_rows(int stage, int step, Copy copy) const {
-    const AttentionParams& p = args_.p;
     const int row = threadIdx.x / kRowChunks + step * kRowsAtOnce, chunk = threadIdx.x % kRowChunks;
-    const int place = C::kQuantized ? row * C::kCacheRowBytes + chunk * 16 : swizzled(row, chunk, C::kRowBytes);
-    const int there = max(0, min(16, p.head_dim * kElementBytes - chunk * 16));  // the rest of kHeadDim becomes 0
-    const longlong2 from = offsets(stage)[row];
-    const bool read = from.x >= 0;
-    unsigned char* to = stage_data(stage) + place;
-    copy(to, static_cast<const unsigned char*>(p.key_cache) + (read ? from.x : 0) + chunk * 16, read ? there : 0);
-    copy(to + C::kStageBytes / 2, static_cast<const unsigned char*>(p.value_cache) + (read ? from.y : 0) + chunk * 16,
-         read ? there : 0);
+    const int there = min(16, args_.p.head_dim * kElementBytes - chunk * 16);  // the rest of kHeadDim becomes 0
+    const RowAddress from = addresses(stage)[row];
+    unsigned char* to = place(stage, row, chunk);
+    const bool read = from.key != nullptr && there > 0;
+    const auto* nowhere = static_cast<const unsigned char*>(args_.p.key_cache);
+    copy(to, read ? from.key + chunk * 16 : nowhere, read ? there : 0);
+    copy(to + C::kStageBytes / 2, read ? from.value + chunk * 16 : nowhere, read ? there : 0);
   }
 
   template <DType kType>
@@ -168,8 +191,8 @@ class Loader {
     }
   }
 
-  __device__ longlong2* offsets(int stage) const {
-    return reinterpret_cast<longlong2*>(smem_ + C::kStages + args_.stages * C::kStageBytes + stage * C::kOffsetBytes);
+  __device__ RowAddress* addresses(int stage) const {
+    return reinterpret_cast<RowAddress*>(smem_ + C::kStages + args_.stages * C::kStageBytes + stage * C::kAddressBytes);
   }
   __device__ void load_scale(const ScaleView& scale, const Piece& piece, float* to, int key, int block) const {
     if (!per_token(scale)) return;
