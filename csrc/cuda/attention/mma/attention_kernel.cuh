@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
       if (row0 < piece.num_rows)
         rows.add_tile(p, piece, rule, ptx::smem_address(smem + C::kQuery) + row0 * C::kRowBytes,
                       loader.tile_address(stage) + key0 * C::kRowBytes, row0, tile * C::kKeys + key0,
-                      loader.scales(stage) + key0, load_next);
+                      loader.query_scales() + row0, loader.scales(stage) + key0, load_next);
       ptx::cp_async_commit();
       if (thread < C::kKeys) loader.publish_address(piece, stage, tile + args.stages, thread, block);
       stage = stage == ahead ? 0 : stage + 1;

@@ -1,6 +1,11 @@
 // Compile-time shape of the tensor-core kernel, its arguments, and where things lie in shared memory.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
 #include "merge.cuh"
 
 namespace paged_attn::mma {
@@ -18,10 +23,14 @@ struct KernelArgs {
 
 template <class T_, int kHeadDim_, bool kQuantized_, bool kDecode_>
 struct Config {
-  using T = T_;                               // of query, output and both products
+  using T = T_;                               // of query and output
   static constexpr int kHeadDim = kHeadDim_;  // p.head_dim or more; what is above is 0 in shared memory
   static constexpr bool kQuantized = kQuantized_;
   static constexpr bool kDecode = kDecode_;  // the warps share 16 rows and split the keys; else they split the rows
+
+  // Of both products.  fp16 holds every quantised element exactly, and a bf16 query row once it is scaled (load_query).
+  using Operand = std::conditional_t<kQuantized, __half, T>;
+  static constexpr bool kScaledQuery = !std::is_same_v<T, Operand>;
 
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kRowTiles =
@@ -43,8 +52,9 @@ struct Config {
   // float scales[2][kKeys].
   static constexpr int kQuery = 0;
   static constexpr int kConverted = kQuery + kRows * kRowBytes;
-  static constexpr int kShared = kConverted + (kQuantized ? 2 * kTileBytes : 0);  // CtaState
-  static constexpr int kStates = kShared + 384;                                   // float2 [kWarps][kRows]
+  static constexpr int kQueryScales = kConverted + (kQuantized ? 2 * kTileBytes : 0);  // float [kRows]
+  static constexpr int kShared = kQueryScales + (kScaledQuery ? kRows * 4 : 0);        // CtaState
+  static constexpr int kStates = kShared + 384;                                        // float2 [kWarps][kRows]
   static constexpr int kStages = (kStates + (kDecode ? kWarps * kRows * 8 : 0) + 511) / 512 * 512;
   static constexpr int kAddressBytes = kKeys * 16;
   static constexpr int kScaleBytes = kQuantized ? 2 * kKeys * 4 : 0;

@@ -124,7 +124,14 @@ class Loader {
       else
         copy_unaligned<2>(to, source, bytes, args_.query_bytes);
     }
+    if constexpr (C::kScaledQuery) {
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<0>();
+#pragma unroll 1
+      for (int row = threadIdx.x / kRowChunks; row < C::kRows; row += kRowsAtOnce) scale_query<kRowChunks>(row, chunk);
+    }
   }
+  __device__ float* query_scales() const { return reinterpret_cast<float*>(smem_ + C::kQueryScales); }
 
   // Quantised: the stage's tile pair, converted and laid out for ldmatrix.  A warp that works on keys of its own
   // converts those alone.
@@ -171,9 +178,30 @@ class Loader {
     copy(to + C::kStageBytes / 2, read ? from.value + chunk * 16 : nowhere, read ? there : 0);
   }
 
+  // bf16 to fp16 in place: the row's magnitudes are brought to below 2^15 by a power of two, which then multiplies its
+  // scores.  What becomes subnormal is 2^-29 of the largest and less.  A thread converts the chunk that it has loaded.
+  template <int kRowChunks>
+  __device__ void scale_query(int row, int chunk) {
+    auto& words = *reinterpret_cast<uint4*>(smem_ + C::kQuery + swizzled(row, chunk, C::kRowBytes));
+    uint32_t pairs[4] = {words.x, words.y, words.z, words.w}, largest = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest = max(largest, max(pairs[i] << 16 & 0x7fff0000u, pairs[i] & 0x7fff0000u));
+#pragma unroll
+    for (int d = 1; d < kRowChunks; d *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, d));
+    uint32_t exponent = largest >> 23;
+    if (exponent == 255) exponent = 141;  // infinite or NaN, and so is every score
+    exponent = max(exponent, 20u);
+    const float factor = __uint_as_float((268 - exponent) << 23);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      pairs[i] =
+          ptx::pack<__half>(__uint_as_float(pairs[i] << 16) * factor, __uint_as_float(pairs[i] & 0xffff0000u) * factor);
+    words = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    if (chunk == 0) query_scales()[row] = __uint_as_float((exponent - 14) << 23);
+  }
+
   template <DType kType>
   __device__ void convert_tile(int stage) {
-    using T = typename C::T;
     constexpr int kUnits = C::kHeadDim / 8;  // of eight elements, a row
     constexpr int kThreads = C::kDecode ? 32 : C::kThreads;
     const int first_row = C::kDecode ? threadIdx.x / 32 * C::kWarpKeys : 0;
@@ -184,7 +212,7 @@ class Loader {
       for (int i = threadIdx.x % kThreads; i < C::kWarpKeys * kUnits; i += kThreads) {
         const int row = value * C::kKeys + first_row + i / kUnits, unit = i % kUnits;
         const uint2 raw = *reinterpret_cast<const uint2*>(from + row * C::kHeadDim + unit * 8);
-        const uint2 low = convert4<T, kType>(raw.x), high = convert4<T, kType>(raw.y);
+        const uint2 low = convert4<kType>(raw.x), high = convert4<kType>(raw.y);
         *reinterpret_cast<uint4*>(smem_ + C::kConverted + swizzled(row, unit, C::kRowBytes)) =
             make_uint4(low.x, low.y, high.x, high.y);
       }

@@ -32,7 +32,7 @@ __device__ inline ScoreRule score_rule(const AttentionParams& p, int head) {
 template <class C>
 class Rows {
  public:
-  using T = typename C::T;
+  using T = typename C::Operand;
   static constexpr int kKeyTiles = C::kWarpKeys / 8, kDimTiles = C::kHeadDim / 8;
 
   float out[C::kRowTiles][kDimTiles][4];
@@ -52,13 +52,19 @@ class Rows {
   }
 
   // Adds the warp's keys of one tile.  `query`, `keys`: shared memory of the warp's first row and first key,
-  // `first_row` and `first_key` what they are.  `scales`: key scales of the warp's keys, C::kKeys before their value
-  // scales. `meanwhile(step)`, 0 <= step < kHeadDim / 16, is called between the matrix products.
+  // `first_row` and `first_key` what they are.  `query_scales`: of the warp's rows.  `scales`: key scales of the warp's
+  // keys, C::kKeys before their value scales. `meanwhile(step)`, 0 <= step < kHeadDim / 16, is called between the
+  // matrix products.
   template <class Meanwhile>
   __device__ void add_tile(const AttentionParams& p, const Piece& piece, const ScoreRule& rule, uint32_t query,
-                           uint32_t keys, int first_row, int first_key, const float* scales, Meanwhile meanwhile) {
+                           uint32_t keys, int first_row, int first_key, const float* query_scales, const float* scales,
+                           Meanwhile meanwhile) {
     Scores s;
     multiply_keys(s, query, keys, meanwhile);
+    if constexpr (C::kScaledQuery) {
+      const int row0 = threadIdx.x % 32 / 4;
+      for_each_score(s, [&](float& x, int m, int h, int) { x *= query_scales[m * 16 + h * 8 + row0]; });
+    }
     if (rule.modified) modify_scores(s, p, piece, rule.scale, first_row, first_key, scales);
     if (first_key < piece.span.full_begin || first_key + C::kWarpKeys > piece.span.full_end)
       mask_scores(s, p, piece, first_row, first_key);
