@@ -233,6 +233,16 @@ def test_sampling_follows_the_distribution():
         assert tokens.unique().tolist() == list(range(allowed))
 
 
+def test_greedy_takes_the_first_largest(device):
+    from paged_attn.engine.sampling import sample
+
+    logits = torch.randn(5, 128 * 64, device=device).round()  # many ties
+    assert sample(logits, [SamplingParams()] * 5, [0] * 5, [0] * 5).tolist() == [
+        int((row == row.max()).nonzero()[0]) for row in logits
+    ]
+    assert sample(logits[:0], [], [], []).tolist() == []
+
+
 def test_greedy_and_sampled_rows_mix():
     from paged_attn.engine.sampling import sample
 
