@@ -112,7 +112,7 @@ def decode(samples: Samples, num_blocks: int, rounds: int) -> None:
         for i in range(rounds):
             samples.time(case, "_host", host_step, cold=cold)
             samples.time(case, "PagedKVCache", cache_step, cold=cold)
-            if i % 10 == 0:
+            if i % 4 == 0:
                 samples.time(case, "Python loops", model_step, cold=cold)
 
 

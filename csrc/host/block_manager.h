@@ -29,17 +29,18 @@ enum class Admission { kOk, kLater, kNever };
 
 enum class SequenceState : uint8_t { kVacant, kRunning, kSwapped, kDropped };
 
-struct Sequence {
+// What a decode step reads and writes comes first, on one cache line.
+struct alignas(64) Sequence {
   SequenceState state = SequenceState::kVacant;
   bool publishes = false;       // false without prefix caching, and after the index was reset under it
   int32_t num_released = 0;     // leading blocks given back behind a window
   int64_t num_computed = 0;     // tokens with K/V
   int64_t num_prepared = 0;     // tokens whose slots may be written
-  int64_t num_dropped = 0;      // kDropped: tokens that had K/V
-  int64_t serial = -1;          // never reused
   int64_t visit = 0;            // last batch that named it
-  std::vector<Token> tokens;    // the prompt and what was committed; the first num_computed have K/V
   std::vector<BlockId> blocks;  // kSwapped: host blocks. kNoBlock: released, or (kSwapped) reserved and empty
+  int64_t serial = -1;          // never reused
+  std::vector<Token> tokens;    // the prompt and what was committed; the first num_computed have K/V
+  int64_t num_dropped = 0;      // kDropped: tokens that had K/V
   Digest root, parent;          // key of its salt; of the last full block with K/V, or the root
 };
 
