@@ -238,10 +238,20 @@ def bench_gathers(ceiling: float) -> list[Row]:
     return [*rows, bench_gather([2048] * 64, "HND", torch.float8_e4m3fn, ceiling)]
 
 
+def plot(rows: list[Row], path: Path) -> None:
+    """GB/s of ours and of torch's kernels, where there are both."""
+    both = [r for r in rows if r["torch us"] != ""]
+    rates = {
+        "paged_attn": [r["GB/s"] for r in both],
+        "torch": [1e3 * r["torch us"].tb_s(1e6 * r["MB"]) for r in both],
+    }
+    common.bar_chart(path, [r["case"] for r in both], rates, ylabel="GB/s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="write, rope, gather, copy, merge or swap (default: all)")
-    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of cache_ops.json")
+    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of cache_ops.json and .svg")
     args = parser.parse_args()
     common.require_cuda()
     ceilings = common.Ceilings()
@@ -265,6 +275,7 @@ def main() -> None:
     common.write_results(
         "cache_ops", rows, directory=args.out, copy_tb_s=ceilings.copy_tb_s, read_tb_s=ceilings.read_tb_s
     )
+    plot(rows, args.out / "cache_ops.svg")
 
 
 if __name__ == "__main__":
