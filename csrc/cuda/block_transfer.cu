@@ -104,7 +104,7 @@ uint64_t alignment_bits(const BlockArray& a) {
 template <class Unit, int kPairs>
 void launch(TransferParams<kPairs>& p, int max_ctas, cudaStream_t stream) {
   p.units = p.src_shape.bytes() / sizeof(Unit);
-  const int limit = max_ctas > 0 ? max_ctas : 16 * current_device().sm_count;
+  const int limit = max_ctas > 0 ? max_ctas : 64 * current_device().sm_count;
   const int64_t columns = (p.units * p.num_arrays + kThreads - 1) / kThreads;
   const int64_t batches = (p.num_pairs + kTransferBatch - 1) / kTransferBatch;
   const int64_t x = max_ctas > 0 ? std::min<int64_t>(columns, limit) : std::min<int64_t>(columns, INT32_MAX);

@@ -12,40 +12,27 @@ struct Alignment {
   bool key, value, key_cache, value_cache;
 };
 
-// Thread (x, y) moves the x-th 16 bytes of the rows of kTokens tokens, blockDim.y apart, K and V: all loads of a thread
-// are in flight before its first store.
-template <int kTokens>
+// Thread (x, y) moves the x-th 16 bytes of the K and the V row of the CTA's token y.
 __global__ void __launch_bounds__(kThreads)
     copy_rows_kernel(const __grid_constant__ KvWriteParams p, const Alignment aligned) {
   ptx::pdl_launch_dependents();
   const int size = element_size(p.dtype), row_bytes = p.head_dim * size;
   const int byte = (blockIdx.y * blockDim.x + threadIdx.x) * 16;
   const int head = byte / row_bytes, in_row = byte % row_bytes;
-  if (head >= p.num_kv_heads) return;
-  const int first = blockIdx.x * blockDim.y * kTokens + threadIdx.y;
-  const auto* key = static_cast<const char*>(p.key) + head * p.key_strides.head * size + in_row;
-  const auto* value = static_cast<const char*>(p.value) + head * p.value_strides.head * size + in_row;
+  const int token = blockIdx.x * blockDim.y + threadIdx.y;
+  if (head >= p.num_kv_heads || token >= p.num_tokens) return;
+  const int64_t k = token * p.key_strides.token + head * p.key_strides.head;
+  const int64_t v = token * p.value_strides.token + head * p.value_strides.head;
   ptx::pdl_wait();
 
-  Piece<2> keys[kTokens], values[kTokens];
-  SlotPosition at[kTokens];
-#pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    const int token = first + i * blockDim.y;
-    at[i].block = -1;
-    if (token >= p.num_tokens) continue;
-    keys[i] = load_piece<2>(key + token * p.key_strides.token * size, aligned.key);
-    values[i] = load_piece<2>(value + token * p.value_strides.token * size, aligned.value);
-    at[i] = locate_slot(p, token);
-  }
-#pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    if (at[i].block < 0) continue;
-    store_piece(static_cast<char*>(p.key_cache) + row_offset(p.key_cache_strides, at[i], head) * size + in_row, keys[i],
-                aligned.key_cache);
-    store_piece(static_cast<char*>(p.value_cache) + row_offset(p.value_cache_strides, at[i], head) * size + in_row,
-                values[i], aligned.value_cache);
-  }
+  const auto key = load_piece<2>(static_cast<const char*>(p.key) + k * size + in_row, aligned.key);
+  const auto value = load_piece<2>(static_cast<const char*>(p.value) + v * size + in_row, aligned.value);
+  const SlotPosition at = locate_slot(p, token);
+  if (at.block < 0) return;
+  char* key_row = static_cast<char*>(p.key_cache) + row_offset(p.key_cache_strides, at, head) * size;
+  char* value_row = static_cast<char*>(p.value_cache) + row_offset(p.value_cache_strides, at, head) * size;
+  store_piece(key_row + in_row, key, aligned.key_cache);
+  store_piece(value_row + in_row, value, aligned.value_cache);
 }
 
 // A group of lanes (threadIdx.x) quantises the K and V rows of kRows pairs of token and head, blockDim.y apart.
@@ -109,13 +96,8 @@ void launch_write_kv(const KvWriteParams& p, cudaStream_t stream) {
   const int pieces = p.num_kv_heads * p.head_dim * element_size(p.dtype) / 16;
   const int x = pieces < kThreads ? pieces : kThreads;
   const dim3 block(x, kThreads / x);
-  const int columns = ceil_div(pieces, x);
-  const auto grid = [&](int tokens) { return dim3(ceil_div(p.num_tokens, int64_t{block.y} * tokens), columns); };
-  // Few tokens: one a thread, so that the work reaches every multiprocessor.
-  if (static_cast<int>(grid(4).x) * columns >= 2 * current_device().sm_count)
-    launch_pdl(copy_rows_kernel<4>, grid(4), block, stream, p, aligned);
-  else
-    launch_pdl(copy_rows_kernel<1>, grid(1), block, stream, p, aligned);
+  const dim3 grid(ceil_div(p.num_tokens, block.y), ceil_div(pieces, x));
+  launch_pdl(copy_rows_kernel, grid, block, stream, p, aligned);
 }
 
 }  // namespace paged_attn
