@@ -35,7 +35,7 @@ __device__ __forceinline__ RowEnd finish_row(float maximum, float sum, const flo
     sum = sum * weight + ptx::exp2(sink_score - larger);
     maximum = larger;
   }
-  return {weight / sum, (maximum + log2f(sum)) * kLn2};
+  return {__fdividef(weight, sum), (maximum + log2f(sum)) * kLn2};
 }
 
 }  // namespace paged_attn

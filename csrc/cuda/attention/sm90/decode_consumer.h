@@ -23,31 +23,35 @@ struct Consumer {
   using Row = Partial<kHeadDim>;
 
   const DecodeArgs& a;
-  int team, slice, head, first_row;
-  float* sums;    // [kSlices, kWarpRows, kPitch]: the states of the team
-  float2* stats;  // [kSlices, kWarpRows]
-  Item* held;     // the item that an earlier CTA began and we end, if num_rows > 0; in shared memory to spare registers
+  unsigned char* shared;
 
-  __device__ __forceinline__ Consumer(const DecodeArgs& args, unsigned char* shared) : a(args) {
-    const int warp = threadIdx.x / 32;
-    team = warp / kSlices, slice = warp % kSlices;
-    head = team / Traits::kRowGroups;
-    first_row = team % Traits::kRowGroups * kWarpRows;
-    sums = reinterpret_cast<float*>(shared + Traits::kSumOffset) + team * kSlices * kWarpRows * kPitch;
-    stats = reinterpret_cast<float2*>(shared + Traits::kStatsOffset) + team * kSlices * kWarpRows;
-    held = reinterpret_cast<Item*>(shared + Traits::kHeldOffset) + warp;
-    held->num_rows = 0;  // all lanes write, here and below, the same
+  // Recomputed where they are used: registers are scarce.
+  __device__ __forceinline__ static int warp() { return threadIdx.x / 32; }
+  __device__ __forceinline__ static int team() { return warp() / kSlices; }
+  __device__ __forceinline__ static int slice() { return warp() % kSlices; }
+  __device__ __forceinline__ static int head() { return team() / Traits::kRowGroups; }  // slot in the stage
+  __device__ __forceinline__ static int first_row() { return team() % Traits::kRowGroups * kWarpRows; }
+  // The states of the team: [kSlices, kWarpRows, kPitch] and [kSlices, kWarpRows].
+  __device__ __forceinline__ float* sums() const {
+    return reinterpret_cast<float*>(shared + Traits::kSumOffset) + team() * kSlices * kWarpRows * kPitch;
+  }
+  __device__ __forceinline__ float2* stats() const {
+    return reinterpret_cast<float2*>(shared + Traits::kStatsOffset) + team() * kSlices * kWarpRows;
+  }
+  // The item that an earlier CTA began and we end, if num_rows > 0.  All lanes write the same.
+  __device__ __forceinline__ Item& held() const {
+    return reinterpret_cast<Item*>(shared + Traits::kHeldOffset)[warp()];
   }
 
-  __device__ __forceinline__ void meet() const { ptx::named_barrier_sync(1 + team, kSlices * 32); }
+  __device__ __forceinline__ void meet() const { ptx::named_barrier_sync(1 + team(), kSlices * 32); }
 
   __device__ __forceinline__ void share_state(const SoftmaxState<Traits>& x) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     meet();  // what was here before has been read
 #pragma unroll
     for (int j = 0; j < Traits::kRowTiles; j++) {
-      const int row = slice * kWarpRows + j * 8 + 2 * t;
-      float* mine = sums + row * kPitch;
+      const int row = slice() * kWarpRows + j * 8 + 2 * t;
+      float* mine = sums() + row * kPitch;
 #pragma unroll
       for (int m = 0; m < kHeadDim / 16; m++) {
         const int column = m * 16 + (Traits::kQuantized ? 2 * g : g), next = Traits::kQuantized ? 1 : 8;
@@ -55,8 +59,8 @@ struct Consumer {
         mine[kPitch + column] = x.o[j][m][1], mine[kPitch + column + next] = x.o[j][m][3];
       }
       if (g == 0) {
-        stats[row] = make_float2(x.max[j][0], x.sum[j][0]);
-        stats[row + 1] = make_float2(x.max[j][1], x.sum[j][1]);
+        stats()[row] = make_float2(x.max[j][0], x.sum[j][0]);
+        stats()[row + 1] = make_float2(x.max[j][1], x.sum[j][1]);
       }
     }
     meet();
@@ -65,18 +69,19 @@ struct Consumer {
   // Row i of the team, from its states.
   __device__ __forceinline__ void add_states(Row& y, int i) const {
 #pragma unroll
-    for (int k = 0; k < kSlices; k++) y.max = fmaxf(y.max, stats[k * kWarpRows + i].x);
+    for (int k = 0; k < kSlices; k++) y.max = fmaxf(y.max, stats()[k * kWarpRows + i].x);
 #pragma unroll
     for (int k = 0; k < kSlices; k++) {
-      const float2 s = stats[k * kWarpRows + i];
+      const float2 s = stats()[k * kWarpRows + i];
       const float weight = ptx::exp2(s.x - y.max);
       y.sum += s.y * weight;
 #pragma unroll
       for (int v = 0; v < Row::kVectors; v++)
         if (y.has(v))
-          y.add(v,
-                *reinterpret_cast<const float4*>(sums + (k * kWarpRows + i) * kPitch + v * 128 + threadIdx.x % 32 * 4),
-                weight);
+          y.add(
+              v,
+              *reinterpret_cast<const float4*>(sums() + (k * kWarpRows + i) * kPitch + v * 128 + threadIdx.x % 32 * 4),
+              weight);
     }
   }
 
@@ -85,30 +90,33 @@ struct Consumer {
   // back until now because by now all of its pieces are about ready.
   __device__ __forceinline__ void finish_piece(const Item& item, int piece, bool last_of_share) const {
     const Pieces& pieces = item.pieces;
+    const bool invariant = a.p.batch_invariant;
     const bool ends = pieces.count > 1 && piece == pieces.count - 1;
-    const bool ours = pieces.first_cta == blockIdx.x;
-    const bool direct = ends && last_of_share && a.max_parts == 1;
-    if (ends && !ours && !direct) *held = item;
+    const bool ours = invariant && pieces.in_one_cta();
+    const bool direct = ends && last_of_share && !invariant;
+    const int spare = gridDim.x + blockIdx.x;  // free cuts: the slot of our piece of the item held back
+    if (ends && !ours && !direct) held() = item;
     __syncwarp();
 #pragma unroll 1
     for (int step = 0; step < 3; step++) {
       if (step == 1 && !(ends && ours)) continue;
-      if (step == 2 && !(last_of_share && held->num_rows > 0)) continue;
+      if (step == 2 && !(last_of_share && held().num_rows > 0)) continue;
       Item x = item;
-      if (step == 2) x = *held;
-      const int published = step > 0 ? x.pieces.count : direct ? x.pieces.count - 1 : 0;
+      if (step == 2) x = held();
+      const int published = step == 0 && !direct ? 0 : invariant ? x.pieces.count : x.pieces.count - 1;
 #pragma unroll 1
-      for (int i = slice; i < kWarpRows; i += kSlices) {
-        const int row = first_row + i;
+      for (int i = slice(); i < kWarpRows; i += kSlices) {
+        const int row = first_row() + i, slot_row = head() * Traits::kRows + row;
         if (row >= x.num_rows) break;
         Row y;
         y.clear();
         if (step == 0) add_states(y, i);
-        if (published > 0) merge_published<Traits>(a, y, x.pieces, published, head * a.max_rows + row);
+        if (step == 2 && !invariant) take_back(SlotRow<Traits>(a, spare, slot_row), y);
+        if (published > 0) merge_published(SlotRow<Traits>(a, x.pieces.base, slot_row), published, y);
         if (published > 0 || x.pieces.count == 1)
           write_row<Traits>(a, x.rows, row, y);
         else
-          publish<Traits>(a, y, x.pieces.slot(piece), head * a.max_rows + row);
+          publish(SlotRow<Traits>(a, ends && !invariant ? spare : x.pieces.base + piece, slot_row), y);
       }
     }
   }
@@ -116,12 +124,13 @@ struct Consumer {
   __device__ __forceinline__ void run(const Ring& ring, Walk<Traits> w) {
     const AttentionParams& p = a.p;
     const bool is_bfloat = p.dtype == DType::kBFloat16;
-    LaneMap<Traits> lanes(a, head, slice * 16);
+    LaneMap<Traits> lanes(a, head(), slice() * 16);
+    held().num_rows = 0;
     Cursor stage, query;
     for (; !w.done; w.next_item(a)) {
       Item item;
       item.pieces = Pieces::of(a, w);
-      item.rows = {w.s.query_begin, w.head_group * Traits::kHeads + head, a.group, a.group_inverse};
+      item.rows = {w.s.query_begin, w.head_group * Traits::kHeads + head(), a.group, a.group_inverse};
       item.num_rows = min(w.s.query_len * a.group, a.max_rows);
       const Visibility see(a, w.s);
       float scale_log2 = p.scale * kLog2e;
@@ -130,12 +139,15 @@ struct Consumer {
       const uint32_t query_buffer = ring.stages + Traits::kQueryOffset + query.index * Traits::kQueryBytes;
       const uint32_t query_free = ring.query + query.index * 8;
       query.step(2);
-      lanes.set_rows(head, first_row, item.num_rows);
+      lanes.set_rows(head(), first_row(), item.num_rows);
       ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);  // the query rows are there
-      const int limit = w.limit();
+      const int limit = w.limit(a);
       while (w.tile < limit) {
-        const int piece = item.pieces.index(w.tile);
-        const int end = a.max_parts == 1 ? limit : min(limit, (piece + 1) * item.pieces.part);
+        int piece = blockIdx.x - item.pieces.base, end = limit;
+        if (p.batch_invariant) {
+          const int part = part_tiles<Traits>(w.s.num_tiles);
+          piece = w.tile / part, end = min(limit, (piece + 1) * part);
+        }
         const auto release_query = [&] {
           __syncwarp();
           if (end == limit && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(query_free);
@@ -153,10 +165,10 @@ struct Consumer {
         x.clear();
         for (; w.tile < end; w.tile++) {
           ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);
-          const int first_token = w.first_token() + slice * 16;
+          const int first_token = w.first_token() + slice() * 16;
           if (!Traits::kLoadsOnly && first_token < see.len && first_token + 16 > see.first_key)
             attend<Traits>(a, x, lanes, ring.stages + stage.index * Traits::kStageBytes, query_buffer, q, scale_log2,
-                           item.rows, first_row, first_token, see, is_bfloat);
+                           item.rows, first_row(), first_token, see, is_bfloat);
           __syncwarp();
           if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring.empty + stage.index * 8);
           stage.step(Traits::kStages);

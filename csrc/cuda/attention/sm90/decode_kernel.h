@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   } else {
     if (early) ptx::pdl_wait();
     if (a.range.owns_empty) write_empty_rows<Element>(a.p, Traits::kWarps * 32);  // the first stages are on their way
-    Consumer<Traits>(a, shared).run(ring, w);
+    Consumer<Traits>{a, shared}.run(ring, w);
   }
 #endif
 }

@@ -34,8 +34,8 @@ void launch(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
   a.group_inverse = 65536u / a.group + 1;
   a.num_head_groups = p.num_kv_heads / Traits::kHeads;
   a.min_share = (128 + Traits::kTileTokens - 1) / Traits::kTileTokens;
-  a.max_parts = p.batch_invariant ? kMaxParts : 1;
-  const size_t rows = size_t{2} * num_ctas * a.max_parts * Traits::kHeads * a.max_rows;
+  const size_t slots = size_t{2} * num_ctas * (p.batch_invariant ? kMaxParts : 1);
+  const size_t rows = slots * Traits::kHeads * Traits::kRows;
   a.partial_out = static_cast<float*>(workspace.marked(rows * (Traits::kHeadDim + 2) * sizeof(float)));
   a.partial_stats = reinterpret_cast<float2*>(a.partial_out + rows * Traits::kHeadDim);
 

@@ -108,46 +108,64 @@ __device__ __forceinline__ void write_row(const DecodeArgs& a, const RowMap& row
   }
 }
 
-// `row` counts within the slot: head slot * max_rows + packed row.
+// Where a warp's lane finds its part of a row in a slot; slots are kSlotVectors and kSlotRows apart.
 template <class Traits>
-__device__ __forceinline__ void publish(const DecodeArgs& a, const Partial<Traits::kHeadDim>& x, int slot, int row) {
-  const int lane = threadIdx.x % 32;
-  const int r = slot * Traits::kHeads * a.max_rows + row;
-  float4* out = reinterpret_cast<float4*>(a.partial_out) + r * (Traits::kHeadDim / 4) + lane;
+struct SlotRow {
+  static constexpr int kSlotRows = Traits::kHeads * Traits::kRows, kSlotVectors = kSlotRows * Traits::kHeadDim / 4;
+  float4* out;
+  float2* stats;
+  // `row` counts within the slot: head slot * kRows + packed row.
+  __device__ __forceinline__ SlotRow(const DecodeArgs& a, int slot, int row) {
+    const int r = slot * kSlotRows + row;
+    out = reinterpret_cast<float4*>(a.partial_out) + r * (Traits::kHeadDim / 4) + threadIdx.x % 32;
+    stats = a.partial_stats + r;
+  }
+};
+
+template <class Traits>
+__device__ __forceinline__ void publish(const SlotRow<Traits>& to, const Partial<Traits::kHeadDim>& x) {
 #pragma unroll
   for (int v = 0; v < x.kVectors; v++)
-    if (x.has(v)) store_relaxed(out + v * 32, x.o[v]);
-  if (lane == 0) store_relaxed(a.partial_stats + r, make_float2(x.max, x.sum));
+    if (x.has(v)) store_relaxed(to.out + v * 32, x.o[v]);
+  if (threadIdx.x % 32 == 0) store_relaxed(to.stats, make_float2(x.max, x.sum));
 }
 
-// Adds the first `count` published pieces of a row to x, in order, and clears them; by a warp.  Lane k polls the
+// What this warp has published itself, taken back.
+template <class Traits>
+__device__ __forceinline__ void take_back(const SlotRow<Traits>& from, Partial<Traits::kHeadDim>& x) {
+  __syncwarp();
+  const float e = __uint_as_float(kEmptyWord);
+  const float2 s = load_relaxed(from.stats);
+  x.max = s.x, x.sum = s.y;
+#pragma unroll
+  for (int v = 0; v < x.kVectors; v++)
+    if (x.has(v)) x.o[v] = load_relaxed(from.out + v * 32), store_relaxed(from.out + v * 32, make_float4(e, e, e, e));
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) store_relaxed(from.stats, make_float2(e, e));
+}
+
+// Adds the row's pieces in `count` slots from `from` on to x, in order, and clears them; by a warp.  Lane k polls the
 // statistics of piece k of a round; all words of a round are requested at once and asked for again together.
 template <class Traits>
-__device__ __forceinline__ void merge_published(const DecodeArgs& a, Partial<Traits::kHeadDim>& x, const Pieces& pieces,
-                                                int count, int row) {
+__device__ __forceinline__ void merge_published(SlotRow<Traits> from, int count, Partial<Traits::kHeadDim>& x) {
+  using Slot = SlotRow<Traits>;
   constexpr int kVectors = Partial<Traits::kHeadDim>::kVectors;
-  constexpr int kRound = (Traits::kRows > 8 && Traits::kWarps == 8 ? 8 : 16) / kVectors;  // what registers allow
+  constexpr int kRound = (Traits::kWarps == 8 ? 8 : 16) / kVectors;  // what registers allow
   const int lane = threadIdx.x % 32;
   const float e = __uint_as_float(kEmptyWord);
-  float4* out = reinterpret_cast<float4*>(a.partial_out);
+  float2* stats = from.stats + lane * Slot::kSlotRows;
 #pragma unroll 1
-  for (int first = 0; first < count; first += kRound) {
-    const int n = min(kRound, count - first);
-    const int mine = pieces.slot(first + min(lane, n - 1)) * Traits::kHeads * a.max_rows + row;
-    float2* stats = a.partial_stats + mine;
-    const auto piece = [&](int k) { return out + __shfl_sync(~0u, mine, k) * (Traits::kHeadDim / 4) + lane; };
+  for (; count > 0; count -= kRound) {
     float2 s = make_float2(kNoMaximum, 0.f);
     float4 o[kRound][kVectors];
-    if (lane < n) s = load_relaxed(stats);
+    if (lane < min(kRound, count)) s = load_relaxed(stats);
 #pragma unroll
-    for (int k = 0; k < kRound; k++) {
-      const float4* src = piece(k);
+    for (int k = 0; k < kRound; k++)
 #pragma unroll
       for (int v = 0; v < kVectors; v++) {
         o[k][v] = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (k < n && x.has(v)) o[k][v] = load_relaxed(src + v * 32);
+        if (k < count && x.has(v)) o[k][v] = load_relaxed(from.out + k * Slot::kSlotVectors + v * 32);
       }
-    }
     for (;;) {
       bool wait = is_empty(s);
 #pragma unroll
@@ -157,12 +175,10 @@ __device__ __forceinline__ void merge_published(const DecodeArgs& a, Partial<Tra
       if (!__any_sync(~0u, wait)) break;
       if (is_empty(s)) s = load_relaxed(stats);
 #pragma unroll
-      for (int k = 0; k < kRound; k++) {
-        const float4* src = piece(k);
+      for (int k = 0; k < kRound; k++)
 #pragma unroll
         for (int v = 0; v < kVectors; v++)
-          if (is_empty(o[k][v])) o[k][v] = load_relaxed(src + v * 32);
-      }
+          if (is_empty(o[k][v])) o[k][v] = load_relaxed(from.out + k * Slot::kSlotVectors + v * 32);
     }
     float max = fmaxf(s.x, x.max);
 #pragma unroll
@@ -177,14 +193,15 @@ __device__ __forceinline__ void merge_published(const DecodeArgs& a, Partial<Tra
 #pragma unroll
     for (int k = 0; k < kRound; k++) {
       const float w = __shfl_sync(~0u, weight, k);
-      float4* src = piece(k);
 #pragma unroll
       for (int v = 0; v < kVectors; v++) {
         x.add(v, o[k][v], w);
-        if (k < n && x.has(v)) __stcg(src + v * 32, make_float4(e, e, e, e));
+        if (k < count && x.has(v)) store_relaxed(from.out + k * Slot::kSlotVectors + v * 32, make_float4(e, e, e, e));
       }
     }
-    if (lane < n) __stcg(stats, make_float2(e, e));
+    if (lane < min(kRound, count)) store_relaxed(stats, make_float2(e, e));
+    from.out += kRound * Slot::kSlotVectors;
+    stats += kRound * Slot::kSlotRows;
   }
   __syncwarp();  // cleared before any lane publishes here again
 }

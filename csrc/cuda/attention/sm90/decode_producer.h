@@ -105,7 +105,6 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap& 
       ptx::tensor_prefetch_5d(&key_map, 0, now.row, 0, now.head_group * Traits::kHeads, now.page);
       ptx::tensor_prefetch_5d(&value_map, 0, now.row, 0, now.head_group * Traits::kHeads, now.page);
     }
-    ptx::pdl_wait();
   }
   Cursor stage, query;
   for (bool more = true; more;) {
@@ -126,6 +125,10 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap& 
         ptx::mbarrier_arrive_expect_tx(
             full, __popc(present) * 2 * box_bytes + (first ? Traits::kHeads * query_rows * Traits::kHeadDim * 2 : 0));
       __syncwarp();
+      if (early) {
+        ptx::pdl_wait();  // as late as can be: before the first load
+        early = false;
+      }
       if (my_stage == i && now.present) {
         const uint32_t dst = ring.stages + stage.index * Traits::kStageBytes + my_box * box_bytes;
         const int head = head_group * Traits::kHeads;

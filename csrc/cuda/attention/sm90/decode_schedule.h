@@ -53,18 +53,26 @@ __device__ __forceinline__ unsigned warp_inclusive_sum(unsigned x) {
   return x;
 }
 
-// A position in a CTA's share.  An item begins at `item_begin` of the flattened list; CTA b owns the positions from
-// b * chunk to (b + 1) * chunk.
+// The first tile of an item at or after `offset` where a cut may fall.
+template <class Traits>
+__device__ __forceinline__ int cut_at(const DecodeArgs& a, int offset, int num_tiles) {
+  if (!a.p.batch_invariant) return min(num_tiles, offset);
+  const int part = part_tiles<Traits>(num_tiles);
+  return min(num_tiles, (offset + part - 1) / part * part);
+}
+
+// A position in the share of a CTA.  CTA b owns the tiles from b * chunk to (b + 1) * chunk of the flattened list.
 template <class Traits>
 struct Walk {
   int seq, head_group, tile;  // tile of the item: its tokens begin at (s.first_tile + tile) * kTileTokens
   Sequence s;
-  int end_seq, end_head_group, end_tile;  // tiles below end_tile of the last item are still ours
-  unsigned item_begin, chunk;
+  unsigned item_begin, end, chunk;  // where the item and the share begin and end in the list
   bool done;
 
-  __device__ __forceinline__ bool in_last_item() const { return seq == end_seq && head_group == end_head_group; }
-  __device__ __forceinline__ int limit() const { return in_last_item() ? end_tile : s.num_tiles; }
+  __device__ __forceinline__ bool in_last_item() const { return item_begin + s.num_tiles >= end; }
+  __device__ __forceinline__ int limit(const DecodeArgs& a) const {  // tiles of the item below this one are ours
+    return cut_at<Traits>(a, end - item_begin, s.num_tiles);
+  }
   __device__ __forceinline__ int first_token() const { return (s.first_tile + tile) * Traits::kTileTokens; }
 
   __device__ __forceinline__ void next_item(const DecodeArgs& a) {
@@ -82,21 +90,13 @@ struct Walk {
   }
   __device__ __forceinline__ void advance(const DecodeArgs& a, int tiles) {
     tile += tiles;
-    while (!done && tile >= limit()) {
+    while (!done && tile >= limit(a)) {
       const int beyond = tile - s.num_tiles;
       next_item(a);
       tile = beyond;
     }
   }
 };
-
-// The first tile at or after position `offset` of an item where a cut may fall.
-template <class Traits>
-__device__ __forceinline__ int cut_at(const DecodeArgs& a, int offset, int num_tiles) {
-  if (a.max_parts == 1) return min(num_tiles, offset);
-  const int part = part_tiles<Traits>(num_tiles);
-  return min(num_tiles, (offset + part - 1) / part * part);
-}
 
 // The share of this CTA; by whole warps.
 template <class Traits>
@@ -115,74 +115,56 @@ __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
   for (int i = 0; i < per_lane; i++) sum += cost(lane * per_lane + i);
   const unsigned inclusive = warp_inclusive_sum(sum), total = __shfl_sync(~0u, inclusive, 31);
   w.chunk = max((total + gridDim.x - 1) / gridDim.x, static_cast<unsigned>(a.min_share));
-  const unsigned begin = blockIdx.x * w.chunk, end = min(begin + w.chunk, total);
+  const unsigned begin = blockIdx.x * w.chunk;
+  w.end = min(begin + w.chunk, total);
   w.done = begin >= total;
   if (w.done) return w;
 
-  // The sequence that holds position x, and where it begins.
-  const auto locate = [&](unsigned x, int& seq, unsigned& seq_begin) {
-    const int owner = __ffs(__ballot_sync(~0u, x >= inclusive - sum && x < inclusive)) - 1;
-    unsigned base = __shfl_sync(~0u, inclusive - sum, owner);
-    if (per_lane == 1) {
-      seq = owner, seq_begin = base;
-      return;
+  // The sequence that holds `begin`, and where it begins itself: first the lane that counted it, then among its own.
+  const int owner = __ffs(__ballot_sync(~0u, begin >= inclusive - sum && begin < inclusive)) - 1;
+  w.seq = owner * per_lane;
+  w.item_begin = __shfl_sync(~0u, inclusive - sum, owner);
+  for (int i = 0; per_lane > 1; i += 32) {
+    const unsigned c = i + lane < per_lane ? cost(owner * per_lane + i + lane) : 0;
+    const unsigned upto = w.item_begin + warp_inclusive_sum(c);
+    const unsigned hit = __ballot_sync(~0u, begin >= upto - c && begin < upto);
+    if (hit) {
+      const int l = __ffs(hit) - 1;
+      w.seq += i + l;
+      w.item_begin = __shfl_sync(~0u, upto - c, l);
+      break;
     }
-    for (int i = 0;; i += 32) {
-      const unsigned c = i + lane < per_lane ? cost(owner * per_lane + i + lane) : 0;
-      const unsigned upto = base + warp_inclusive_sum(c);
-      const unsigned hit = __ballot_sync(~0u, x >= upto - c && x < upto);
-      if (hit) {
-        const int l = __ffs(hit) - 1;
-        seq = owner * per_lane + i + l;
-        seq_begin = __shfl_sync(~0u, upto - c, l);
-        return;
-      }
-      base = __shfl_sync(~0u, upto, 31);
-    }
-  };
-  unsigned seq_begin = 0, last_begin = 0;
-  locate(begin, w.seq, seq_begin);
-  locate(end - 1, w.end_seq, last_begin);
+    w.item_begin = __shfl_sync(~0u, upto, 31);
+  }
   w.s = load_sequence<Traits>(a, w.seq);
-  w.head_group = (begin - seq_begin) / w.s.num_tiles;
-  w.item_begin = seq_begin + w.head_group * w.s.num_tiles;
+  w.head_group = (begin - w.item_begin) / w.s.num_tiles;
+  w.item_begin += w.head_group * w.s.num_tiles;
   w.tile = cut_at<Traits>(a, begin - w.item_begin, w.s.num_tiles);
-  const int last_tiles = load_sequence<Traits>(a, w.end_seq).num_tiles;
-  w.end_head_group = (end - 1 - last_begin) / last_tiles;
-  w.end_tile = cut_at<Traits>(a, end - (last_begin + w.end_head_group * last_tiles), last_tiles);
-  if (a.max_parts > 1) w.advance(a, 0);  // the first cut may lie at the end of the item
+  if (a.p.batch_invariant) w.advance(a, 0);  // the first cut may lie at the end of the item
   return w;
 }
 
 // The pieces of an item, in order: a piece is what a CTA owns of it, or one part if batch_invariant.  An item of one
-// piece is finished where it is computed; otherwise every piece is published in a slot of its own and the CTA of the
-// last piece merges them.  A CTA has two rows of slots: 0 for an item that an earlier CTA began, 1 for its own.
+// piece is finished where it is computed; otherwise pieces are published in the slots base, base + 1, ... and merged by
+// the CTA of the last one.  A slot has one writer at a time:
+// - Free cuts: slot b is CTA b's, for the piece whose item goes on in CTA b + 1; the last piece need not be published.
+// - batch_invariant: all pieces are, in kMaxParts slots of the CTA that the item begins in: one row of them for the
+// item
+//   that goes on in the next CTA, one for those that end in the same, one after the other.
 struct Pieces {
-  unsigned item_begin, chunk;
-  int part, count, first_cta, max_parts;
+  int base, count;
 
   template <class Traits>
   __device__ __forceinline__ static Pieces of(const DecodeArgs& a, const Walk<Traits>& w) {
-    Pieces x;
-    x.item_begin = w.item_begin, x.chunk = w.chunk, x.max_parts = a.max_parts;
-    x.first_cta = w.item_begin / w.chunk;
-    if (a.max_parts == 1) {
-      x.part = w.s.num_tiles;
-      x.count = (w.item_begin + w.s.num_tiles - 1) / w.chunk - x.first_cta + 1;
-    } else {
-      x.part = part_tiles<Traits>(w.s.num_tiles);
-      x.count = (w.s.num_tiles + x.part - 1) / x.part;
-    }
-    return x;
+    const int first_cta = w.item_begin / w.chunk;
+    if (!a.p.batch_invariant)
+      return {first_cta, static_cast<int>((w.item_begin + w.s.num_tiles - 1) / w.chunk) - first_cta + 1};
+    const int part = part_tiles<Traits>(w.s.num_tiles), count = (w.s.num_tiles + part - 1) / part;
+    const int last_cta = (w.item_begin + (count - 1) * part) / w.chunk;
+    return {(first_cta * 2 + (last_cta == first_cta)) * kMaxParts, count};
   }
-  // The piece that this CTA computes from `tile` on.
-  __device__ __forceinline__ int index(int tile) const { return max_parts == 1 ? blockIdx.x - first_cta : tile / part; }
-  __device__ __forceinline__ int slot(int piece) const {
-    if (max_parts == 1) return (first_cta + piece) * 2 + (piece == 0);
-    const int cta = (item_begin + piece * part) / chunk;
-    const int before = cta == first_cta ? 0 : (cta * chunk - item_begin + part - 1) / part;  // pieces of earlier CTAs
-    return (cta * 2 + (cta == first_cta)) * max_parts + piece - before;
-  }
+  // batch_invariant: the item lies in one CTA.
+  __device__ __forceinline__ bool in_one_cta() const { return base / kMaxParts & 1; }
 };
 
 }  // namespace paged_attn::sm90

@@ -95,12 +95,14 @@ struct Visibility {
   int first_key, len;  // keys outside are unwritten or belong to nobody: their V must not be touched
   int first_row_end;   // query token i sees keys below first_row_end + causal * i
   int window;          // and at or above that - window
+  int first_position;  // of the first query token
   int last_row_begin;  // every row sees the keys from last_row_begin to first_row_end - 1
   bool causal;
 
   __device__ __forceinline__ Visibility(const DecodeArgs& a, const Sequence& s) {
     first_key = s.first_key, len = s.len, causal = a.p.causal, window = a.window;
-    first_row_end = causal ? s.len - s.query_len + 1 : s.len;
+    first_position = s.len - s.query_len;
+    first_row_end = causal ? first_position + 1 : s.len;
     last_row_begin = max(0, s.len - window);
   }
 };
@@ -151,7 +153,7 @@ __device__ __forceinline__ void finish_scores(const DecodeArgs& a, float (&c)[Tr
       for (int e = 0; e < 2; e++) {
         const int row = first_row + j * 8 + t * 2 + e, token = rows.token(row);
         const float slope = __ldg(p.alibi_slopes + rows.kv_head * a.group + row - token * a.group) * kLog2e;
-        const int distance = first_token + g - (see.first_row_end - 1 + (see.causal ? token : 0));
+        const int distance = first_token + g - (see.first_position + token);
         c[j][e] += slope * distance;
         c[j][e + 2] += slope * (distance + 8);
       }

@@ -16,15 +16,14 @@ namespace paged_attn::sm90 {
 struct DecodeArgs {
   AttentionParams p;
   QueryRange range;
-  float* partial_out;  // [num_ctas, 2, max_parts, kHeads, max_rows, head_dim]: unnormalised; 0xff.. where not written
-  float2* partial_stats;   // [num_ctas, 2, max_parts, kHeads, max_rows]: maximum in log2 units, sum; 0xff.. likewise
+  float* partial_out;      // [slots, kHeads, kRows, head_dim]: unnormalised; 0xff.. where not written (Pieces)
+  float2* partial_stats;   // [slots, kHeads, kRows]: maximum in log2 units, sum; 0xff.. likewise
   int window;              // window_size, or more than any length where there is no limit
   int group;               // query heads a KV head
   unsigned group_inverse;  // 65536 / group + 1: row * group_inverse >> 16 is row / group, exactly for rows below 256
   int max_rows;            // packed rows (query tokens x group) of a sequence, at most kRows
   int num_head_groups;     // num_kv_heads / kHeads
   int min_share;           // least tiles of a CTA
-  int max_parts;           // pieces of one item that a CTA may publish: 1, or kMaxParts if batch_invariant
   int box_shift;           // log2 of the tokens in a TMA box: a block, or as much of it as a tile holds
   int block_shift;         // log2 of block_size
 };
@@ -53,13 +52,13 @@ struct DecodeTraits {
   static constexpr int kWarpRows = kRows < kMostWarpRows ? kRows : kMostWarpRows;
   static constexpr int kRowTiles = kWarpRows / 8;
   static constexpr int kRowGroups = kRows / kWarpRows;
-  static constexpr int kSlices = kRowGroups > 1                                    ? 8 / kRowGroups
-                                 : (kRowBytes >= 256 && !kQuantized) || kHeads > 1 ? 4
-                                                                                   : 8;
+  static constexpr int kSlices = kHeads * kRowGroups > 1 ? 8 / (kHeads * kRowGroups)
+                                 : kRowBytes >= 256 && !kQuantized ? 4
+                                                                   : 8;
   static constexpr int kWarps = kHeads * kSlices * kRowGroups;
   static constexpr int kThreads = 32 * (kWarps + 1);
   static constexpr int kTileTokens = 16 * kSlices;
-  static constexpr bool kQueryInRegisters = kHeadDim * kWarpRows <= (kWarps == 4 ? 2048 : 1024);
+  static constexpr bool kQueryInRegisters = kHeadDim * kWarpRows <= (kWarps == 4 || kWarpRows == 8 ? 2048 : 1536);
 
   // Shared memory: the ring, two buffers of query rows (an item's queries arrive while the item before is worked on),
   // and the states of the warps at the end of a piece.
