@@ -10,9 +10,13 @@
 namespace paged_attn::sm90 {
 namespace {
 
-// The greatest power of two that divides the block size (boxes must not cross blocks) and the keys of a step, 64 at
-// most (the CTAs of a pair load every other box).  At least 8, the period of the swizzle.
-int box_rows(const AttentionParams& p) { return std::min(p.head_dim > 128 ? 16 : 64, p.block_size & -p.block_size); }
+int instance_head_dim(int head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
+
+// Boxes of whole rows take a map without a dimension for the head, which counts as so many parts of 64 columns instead.
+bool whole_row_boxes(const AttentionParams& p) {
+  return p.head_dim == instance_head_dim(p.head_dim) &&
+         (p.num_kv_heads == 1 || (p.key_strides.head % 64 == 0 && p.key_strides.head == p.value_strides.head));
+}
 
 bool aligned(const void* pointer, const TokenStrides& s) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && s.token % 8 == 0 && s.head % 8 == 0;
@@ -28,28 +32,38 @@ bool mappable(const AttentionParams& p, const void* pointer, const BlockStrides&
          mappable(s.head, p.num_kv_heads) && mappable(s.block, p.num_blocks);
 }
 
-// Dimensions (column, slot, head, block); a box is 64 columns of some slots.  Columns past head_dim read as 0.
-CUtensorMap block_map(const AttentionParams& p, const void* base, const BlockStrides& s, int rows) {
+CUtensorMap block_map(const AttentionParams& p, const PrefillParams& q, const void* base, const BlockStrides& s) {
   auto bytes = [](int64_t stride, int64_t size) { return size > 1 ? static_cast<uint64_t>(stride) * 2 : 16; };
+  const uint64_t slots = p.block_size, heads = p.num_kv_heads, blocks = std::max<int64_t>(1, p.num_blocks);
+  const uint64_t slot_bytes = bytes(s.slot, p.block_size), block_bytes = bytes(s.block, p.num_blocks);
+  const uint32_t rows = q.box_rows;
   TensorMapSpec spec;
   spec.base = base;
   spec.element_size = 2;
-  spec.sizes = {static_cast<uint64_t>(p.head_dim), static_cast<uint64_t>(p.block_size),
-                static_cast<uint64_t>(p.num_kv_heads), static_cast<uint64_t>(std::max<int64_t>(1, p.num_blocks)), 1};
-  spec.strides = {bytes(s.slot, p.block_size), bytes(s.head, p.num_kv_heads), bytes(s.block, p.num_blocks), 16};
-  spec.box = {64, static_cast<uint32_t>(rows), 1, 1, 1};
   spec.swizzle = 128;
+  if (q.head_parts) {  // (column of a part, slot of 8, part of any head, group of 8 slots, block)
+    const uint64_t parts = p.head_dim / 64;
+    spec.sizes = {64, 8, (heads - 1) * q.head_parts + parts, slots / 8, blocks};
+    spec.strides = {slot_bytes, 128, 8 * slot_bytes, block_bytes};
+    spec.box = {64, 8, static_cast<uint32_t>(parts), rows / 8, 1};
+  } else {  // (column, slot, head, block, 1): columns past head_dim read as 0
+    spec.sizes = {static_cast<uint64_t>(p.head_dim), slots, heads, blocks, 1};
+    spec.strides = {slot_bytes, bytes(s.head, p.num_kv_heads), block_bytes, 16};
+    spec.box = {64, rows, 1, 1, 1};
+  }
   return tensor_map(spec);
 }
 
 template <class T>
 void launch(const PrefillParams& p, const PrefillMaps& maps, cudaStream_t stream) {
-  if (p.attention.head_dim <= 64)
-    launch_prefill_instance<T, 64>(p, maps, stream);
-  else if (p.attention.head_dim <= 128)
-    launch_prefill_instance<T, 128>(p, maps, stream);
-  else
-    launch_prefill_instance<T, 256>(p, maps, stream);
+  switch (instance_head_dim(p.attention.head_dim)) {
+    case 64:
+      return launch_prefill_instance<T, 64>(p, maps, stream);
+    case 128:
+      return launch_prefill_instance<T, 128>(p, maps, stream);
+    default:
+      return launch_prefill_instance<T, 256>(p, maps, stream);
+  }
 }
 
 }  // namespace
@@ -57,8 +71,9 @@ void launch(const PrefillParams& p, const PrefillMaps& maps, cudaStream_t stream
 bool prefill_supports(const AttentionParams& p) {
   const bool half_precision = p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16;
   return half_precision && p.cache_dtype == p.dtype && p.head_dim % 8 == 0 && p.head_dim <= 256 &&
-         p.block_size % 8 == 0 && aligned(p.query, p.query_strides) && aligned(p.out, p.out_strides) &&
-         mappable(p, p.key_cache, p.key_strides) && mappable(p, p.value_cache, p.value_strides);
+         p.block_size % 8 == 0 && p.num_heads / p.num_kv_heads <= kMaxGroup && aligned(p.query, p.query_strides) &&
+         aligned(p.out, p.out_strides) && mappable(p, p.key_cache, p.key_strides) &&
+         mappable(p, p.value_cache, p.value_strides);
 }
 
 void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream) {
@@ -67,12 +82,15 @@ void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& works
   params.range = range;
   params.counters = static_cast<unsigned*>(workspace.marked(2 * sizeof(unsigned)));
   params.group = p.num_heads / p.num_kv_heads;
-  params.box_rows = box_rows(p);
+  params.group_inverse = ((1 << 20) + params.group - 1) / params.group;
+  const bool whole_rows = whole_row_boxes(p);
+  params.head_parts = !whole_rows ? 0 : p.num_kv_heads > 1 ? static_cast<int>(p.key_strides.head / 64) : 1;
+  params.box_rows = whole_rows ? std::min(p.head_dim > 128 ? 16 : 64, p.block_size & -p.block_size) : 8;
   params.scale_log2 = p.scale * kLog2e;
   params.cap_log2 = p.softcap * kLog2e;
   params.cap_rate = p.softcap > 0.f ? p.scale / p.softcap : 0.f;
-  const PrefillMaps maps = {block_map(p, p.key_cache, p.key_strides, params.box_rows),
-                            block_map(p, p.value_cache, p.value_strides, params.box_rows)};
+  const PrefillMaps maps = {block_map(p, params, p.key_cache, p.key_strides),
+                            block_map(p, params, p.value_cache, p.value_strides)};
   if (p.dtype == DType::kFloat16)
     launch<__half>(params, maps, stream);
   else

@@ -9,21 +9,10 @@
 
 #include "../ptx.cuh"
 #include "../softmax.cuh"
-#include "prefill_cluster.cuh"
 #include "prefill_load.cuh"
 #include "prefill_wgmma.cuh"
 
 namespace paged_attn::sm90 {
-
-// 2^x for x <= 0 without the special function unit, which is the bottleneck where head_dim is small: n + f with |f| <=
-// 1/2, 2^f by a polynomial (relative error 1e-4, under the rounding of P), n added to the exponent.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  constexpr float kRound = 12582912.f;  // 1.5 x 2^23: adding it leaves the nearest integer in the low bits
-  x = fmaxf(x, -126.f);
-  const float t = x + kRound, f = x - (t - kRound);
-  const float y = fmaf(fmaf(fmaf(0.05517167f, f, 0.24261112f), f, 0.69326099f), f, 0.99992807f);
-  return __int_as_float(__float_as_int(y) + (__float_as_int(t) << 23));
-}
 
 template <class Traits>
 class PrefillConsumer {
@@ -35,40 +24,32 @@ class PrefillConsumer {
     if (warpgroup() == kConsumers - 1) pass_turn();  // the first warpgroup begins
     while (true) {
       tiles_.wait();
-      const bool more = tiles_.read().seq >= 0;
-      if (more) {
-        start_rows();
-        attend();
-        finish_rows();
-      }
+      if (tiles_.read().seq < 0) break;
+      start_rows();
+      attend();
+      finish_rows();
       tiles_.release();
-      if (!more) break;
     }
   }
 
  private:
   using T = typename Traits::T;
-  static constexpr int kKeys = Traits::kKeys, kHeadDim = Traits::kHeadDim;
+  static constexpr int kKeys = Traits::kKeys, kHeadDim = Traits::kHeadDim, kConsumers = Traits::kConsumers;
   static constexpr int kTurnBarrier = 1, kWarpgroupBarrier = kTurnBarrier + kConsumers;
 
-  __device__ __forceinline__ int rank() const { return blockIdx.x % kClusterSize; }
   __device__ __forceinline__ int warpgroup() const { return threadIdx.x / 128 - 1; }
   __device__ __forceinline__ int warp() const { return threadIdx.x / 32 % 4; }  // of the warpgroup
   __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
 
-  __device__ __forceinline__ void take_turn() { ptx::named_barrier_sync(kTurnBarrier + warpgroup(), 128 * kConsumers); }
+  __device__ __forceinline__ void take_turn() { ptx::named_barrier_sync(kTurnBarrier + warpgroup(), 256); }
   __device__ __forceinline__ void pass_turn() {
-    ptx::named_barrier_arrive(kTurnBarrier + (warpgroup() + 1) % kConsumers, 128 * kConsumers);
+    ptx::named_barrier_arrive(kTurnBarrier + (warpgroup() + 1) % kConsumers, 256);
   }
   __device__ __forceinline__ void warpgroup_sync() { ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup(), 128); }
 
-  __device__ __forceinline__ int cta_row(const Tile& tile) const { return tile.first_row + rank() * kCtaRows; }
-  __device__ __forceinline__ int warp_row(const Tile& tile) const {
-    return cta_row(tile) + warpgroup() * kWarpgroupRows + warp() * 16;
-  }
-  __device__ __forceinline__ int thread_row(const Tile& tile, int which) const {
-    return warp_row(tile) + lane() / 4 + which * 8;
-  }
+  // Rows of the tile: the first of the warp, and the two of the thread.
+  __device__ __forceinline__ int warp_row() const { return warpgroup() * kWarpgroupRows + warp() * 16; }
+  __device__ __forceinline__ int thread_row(int which) const { return warp_row() + lane() / 4 + which * 8; }
 
   // The values in use are those of the step before.
   __device__ __forceinline__ RingPosition<Traits::kStages> key() const { return {steps_}; }
@@ -88,12 +69,11 @@ class PrefillConsumer {
     const Tile tile = tiles_.read();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = thread_row(tile, r);
-      token_[r] = row / p_.group;
+      const TokenHead at = row_of(p_, tile, thread_row(r));
+      token_[r] = at.token;
       if constexpr (Traits::kScoreMods) {
         const float* slopes = p_.attention.alibi_slopes;
-        const int head = tile.kv_head * p_.group + row - token_[r] * p_.group;
-        slope_[r] = slopes ? __ldg(slopes + head) * kLog2e : 0.f;
+        slope_[r] = slopes ? __ldg(slopes + tile.kv_head * p_.group + at.head) * kLog2e : 0.f;
       }
     }
     const uint32_t query_address = smem_.query(query().slot(), warpgroup());
@@ -112,10 +92,9 @@ class PrefillConsumer {
 
   __device__ __forceinline__ void attend() {
     const Tile tile = tiles_.read();
-    const Steps steps = tile_steps<kKeys>(p_, tile);
+    const Steps steps = tile_steps<Traits::kRows, kKeys>(p_, tile);
     if (steps.last < steps.first) return;
-    const int row = cta_row(tile);
-    const KeyRange keys = key_range(p_.attention, tile, row / p_.group, (row + kCtaRows - 1) / p_.group);
+    const KeyRange keys = key_range(p_.attention, tile, tile.token, row_of(p_, tile, Traits::kRows - 1).token);
     full_begin_ = (keys.all_begin + kKeys - 1) / kKeys;
     full_end_ = max(keys.all_end, 0) / kKeys;
 
@@ -151,7 +130,7 @@ class PrefillConsumer {
     pin(s_);
     release_key();
     softmax<kMasked>(step);
-    if constexpr (Traits::kHold) hold(step_sum_);
+    hold(step_sum_);
     wgmma_wait<0>();
     pin(o_);
     pin(p_frag_);
@@ -165,7 +144,7 @@ class PrefillConsumer {
   __device__ __forceinline__ void issue_scores() {
     ptx::mbarrier_wait(smem_.key_full(key().slot()), key().parity());
     take_turn();
-    const uint64_t keys = matrix_descriptor(smem_.key(key().slot()), 16, 1024);
+    const uint64_t keys = matrix_descriptor(smem_.key(key().slot()), 16, Traits::kRowGroupBytes);
     const uint64_t queries = matrix_descriptor(smem_.query(query().slot(), warpgroup()), 16, 1024);
     pin(s_);
     wgmma_fence();
@@ -183,13 +162,13 @@ class PrefillConsumer {
   __device__ __forceinline__ void issue_output(int step) {
     ptx::mbarrier_wait(smem_.value_full(value().slot()), value().parity());
     if (!is_full(step)) clear_values(step);
-    const uint64_t values = matrix_descriptor(smem_.value(value().slot()), Traits::kPartBytes, 1024);
+    const uint64_t values = matrix_descriptor(smem_.value(value().slot()), Traits::kPartBytes, Traits::kRowGroupBytes);
     pin(o_);
     pin(p_frag_);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i)
-      Wgmma<kHeadDim>::template rs<T, 1>(o_, p_frag_ + 4 * i, values + i * 2048 / 16, 1);
+      Wgmma<kHeadDim>::template rs<T, 1>(o_, p_frag_ + 4 * i, values + i * 2 * Traits::kRowGroupBytes / 16, 1);
     wgmma_commit();
   }
 
@@ -203,21 +182,19 @@ class PrefillConsumer {
     for (int i = threadIdx.x % 128; i < kKeys * kChunks; i += 128) {
       const int row = i % kKeys, chunk = i / kKeys;
       if (row >= begin && row < end) continue;
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
-                       smem_.value(value().slot()) + chunk / 8 * Traits::kPartBytes + row * 128 + chunk % 8 * 16),
-                   "r"(0)
-                   : "memory");
+      const uint32_t address = smem_.value(value().slot()) + row / 8 * Traits::kRowGroupBytes +
+                               chunk / 8 * Traits::kPartBytes + row % 8 * 128 + chunk % 8 * 16;
+      store_shared(address, 0, 0, 0, 0);
     }
     ptx::fence_proxy_async();
     warpgroup_sync();
   }
 
-  // The barriers of both CTAs: either may be about to load into both.
   __device__ __forceinline__ void release_key() {
-    if (lane() < kClusterSize) cluster_arrive(cluster_address(smem_.key_empty(key().slot()), lane()));
+    if (lane() == 0) ptx::mbarrier_arrive(smem_.key_empty(key().slot()));
   }
   __device__ __forceinline__ void release_value() {
-    if (lane() < kClusterSize) cluster_arrive(cluster_address(smem_.value_empty(value().slot()), lane()));
+    if (lane() == 0) ptx::mbarrier_arrive(smem_.value_empty(value().slot()));
   }
 
   // Raw products to scores in units of log2.
@@ -264,27 +241,28 @@ class PrefillConsumer {
     step_sum_ = 0.f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float m = max_[r];
+      float m = max_[r], other = max_[r];  // two chains, for their latency; so the sums below
 #pragma unroll
-      for (int b = 0; b < kKeys / 8; ++b) m = fmaxf(m, fmaxf(s_[4 * b + 2 * r], s_[4 * b + 2 * r + 1]));
+      for (int b = 0; b < kKeys / 8; b += 2) {
+        m = fmaxf(m, fmaxf(s_[4 * b + 2 * r], s_[4 * b + 2 * r + 1]));
+        other = fmaxf(other, fmaxf(s_[4 * b + 4 + 2 * r], s_[4 * b + 4 + 2 * r + 1]));
+      }
+      m = fmaxf(m, other);
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
       const float offset = kMasked ? exp2_reference(m * scale) : m * scale;
       rescale_[r] = ptx::exp2(max_[r] * scale - offset);
       max_[r] = m;
-      float sum = 0.f;
+      float sums[2] = {0.f, 0.f};
 #pragma unroll
       for (int b = 0; b < kKeys / 8; ++b) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float x = s_[4 * b + 2 * r + e] * scale - offset;
-          if constexpr (Traits::kPoly > 0 && !kMasked)
-            s_[4 * b + 2 * r + e] = b % Traits::kPoly == 0 ? exp2_polynomial(x) : ptx::exp2(x);
-          else
-            s_[4 * b + 2 * r + e] = ptx::exp2(x);
+          s_[4 * b + 2 * r + e] = ptx::exp2(s_[4 * b + 2 * r + e] * scale - offset);
         }
-        sum += s_[4 * b + 2 * r] + s_[4 * b + 2 * r + 1];
+        sums[b % 2] += s_[4 * b + 2 * r] + s_[4 * b + 2 * r + 1];
       }
+      const float sum = sums[0] + sums[1];
       sum_[r] = sum_[r] * rescale_[r] + sum;
       step_sum_ += sum;
     }
@@ -307,7 +285,7 @@ class PrefillConsumer {
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       const int token = token_[r];
-      const int head = tile.kv_head * p_.group + thread_row(tile, r) - token * p_.group;
+      const int head = tile.kv_head * p_.group + row_of(p_, tile, thread_row(r)).head;
       const RowEnd end = finish_row(max_[r] * score_scale(), sum, a.sinks ? a.sinks + head : nullptr);
       output_scale[r] = end.output_scale;
       if (a.lse && lane() % 4 == 0 && token < tile.q_len)
@@ -333,15 +311,14 @@ class PrefillConsumer {
 #pragma unroll
     for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
       const int r = i * kRowsAtOnce + lane() / kChunks;
-      const int row = warp_row(tile) + r, token = row / p_.group;
+      const TokenHead at = row_of(p_, tile, warp_row() + r);
       uint4 v;
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                    : "r"(staging + chunk / 8 * Traits::kQueryPartBytes + r * 128 + ((chunk ^ r) % 8) * 16)
                    : "memory");
-      if (token < tile.q_len && chunk * 8 < a.head_dim)
-        *reinterpret_cast<uint4*>(out + token * a.out_strides.token + (row - token * p_.group) * a.out_strides.head) =
-            v;
+      if (at.token < tile.q_len && chunk * 8 < a.head_dim)
+        *reinterpret_cast<uint4*>(out + at.token * a.out_strides.token + at.head * a.out_strides.head) = v;
     }
     __syncwarp();
     if (lane() == 0) ptx::mbarrier_arrive(smem_.query_empty(query().slot(), warpgroup()));

@@ -1,7 +1,7 @@
 // The prefill kernel and its launch, for one instance.
 //
-// A persistent grid of pairs of CTAs (clusters).  Each CTA has three warpgroups: the first gives its registers away and
-// loads (prefill_load.cuh), the others compute 64 rows of the tile each (prefill_consume.cuh).
+// A persistent CTA on every multiprocessor.  Its first warpgroup gives its registers away and loads (prefill_load.cuh),
+// the others compute 64 rows of the tile each (prefill_consume.cuh).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,9 +22,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char dynamic_smem[];
   const PrefillSmem<Traits> smem{(ptx::smem_address(dynamic_smem) + 1023) & ~1023u};
-  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, rank = blockIdx.x % kClusterSize;
+  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
-    constexpr int kReaders = 4 * kConsumers * kClusterSize;  // warps that read a stage, in the pair
+    constexpr int kReaders = 4 * Traits::kConsumers;  // warps that read a stage
     for (int i = 0; i < Traits::kStages; ++i) {
       ptx::mbarrier_init(smem.key_full(i), 1);
       ptx::mbarrier_init(smem.value_full(i), 1);
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::mbarrier_init(smem.tile_empty(i), TileRing<Traits>::kReaders);
     }
     for (int i = 0; i < Traits::kQueryBuffers; ++i)
-      for (int w = 0; w < kConsumers; ++w) {
+      for (int w = 0; w < Traits::kConsumers; ++w) {
         ptx::mbarrier_init(smem.query_full(i, w), 1);
         ptx::mbarrier_init(smem.query_empty(i, w), 4);
       }
@@ -46,25 +46,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   ptx::pdl_launch_dependents();
   __syncthreads();
-  cluster_sync();
   ptx::pdl_wait();
   if (p.range.owns_empty) write_empty_rows<typename Traits::T>(p.attention);
 
   if (warpgroup == 0) {
     give_registers<Traits::kProducerRegisters>();
     if (warp == 0)
-      produce_tiles<Traits>(p, smem, rank);
+      produce_tiles<Traits>(p, smem);
     else if (warp == 1)
-      produce_keys<Traits>(p, &key_map, smem, rank);
+      produce_keys<Traits>(p, &key_map, smem);
     else if (warp == 2)
-      produce_values<Traits>(p, &value_map, smem, rank);
+      produce_values<Traits>(p, &value_map, smem);
     else
-      produce_queries<Traits>(p, smem, rank);
+      produce_queries<Traits>(p, smem);
   } else {
     take_registers<Traits::kConsumerRegisters>();
     PrefillConsumer<Traits>(p, smem).run();
   }
-  cluster_sync();  // the other CTA may still load, store or arrive here
 #endif
 }
 

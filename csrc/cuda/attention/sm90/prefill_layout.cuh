@@ -8,26 +8,28 @@
 namespace paged_attn::sm90 {
 
 // kScoreMods: soft cap, ALiBi and negative scales are compiled in.
-template <class T_, int kHeadDim_, bool kScoreMods_, bool kHold_ = true, int kPoly_ = 0>
+template <class T_, int kHeadDim_, bool kScoreMods_>
 struct PrefillTraits {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;  // columns in shared memory; those past the real head_dim hold 0
   static constexpr bool kScoreMods = kScoreMods_;
-  static constexpr bool kHold = kHold_;
-  static constexpr int kPoly = kPoly_;
   static constexpr int kParts = kHeadDim / 64;  // a part: 64 columns, 128 bytes a row
   static constexpr int kKeys = kHeadDim > 128 ? 80 : 128;
   static constexpr int kStages = 2;
+  static constexpr int kConsumers = 2;                       // warpgroups that compute
+  static constexpr int kRows = kWarpgroupRows * kConsumers;  // of a tile
   static constexpr bool kQueryInRegisters = kHeadDim <= 128;
   static constexpr int kQueryBuffers = kHeadDim > 128 ? 1 : 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  // 64 K registers, 168 a thread at launch: the producers give theirs to the consumers.
+  // Of 64 K registers every thread has an equal part at launch; the producers give most of theirs to the consumers.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-  // Everything is laid out as [part][row][128 bytes], swizzled by 128 bytes: as wgmma wants K (K-major), V (MN-major)
-  // and Q.
-  static constexpr int kStageBytes = kKeys * kHeadDim * 2;           // of K or of V
-  static constexpr int kPartBytes = kKeys * 128;                     // of K or of V
+  // K and V are laid out as [group of 8 rows][part][8 rows][128 bytes], swizzled by 128 bytes: a box of rows of a block
+  // is contiguous, and wgmma reads it both as K (K-major) and as V (MN-major).  Q: [part][row][128 bytes].
+  static constexpr int kRowBytes = kHeadDim * 2;
+  static constexpr int kStageBytes = kKeys * kRowBytes;  // of K or of V
+  static constexpr int kRowGroupBytes = 8 * kRowBytes;
+  static constexpr int kPartBytes = 8 * 128;
   static constexpr int kQueryBytes = kWarpgroupRows * kHeadDim * 2;  // of one warpgroup
   static constexpr int kQueryPartBytes = kWarpgroupRows * 128;
 
@@ -54,10 +56,10 @@ struct RingPosition {
 // Barriers, by their shared-memory addresses.  "full": the slot may be read; "empty": it may be written again.
 template <class Traits>
 struct PrefillSmem {
-  uint32_t base;  // aligned to 1024, equal in both CTAs of a pair
+  uint32_t base;  // aligned to 1024
 
   __device__ uint32_t query(int buffer, int warpgroup) const {
-    return base + (buffer * kConsumers + warpgroup) * Traits::kQueryBytes;
+    return base + (buffer * Traits::kConsumers + warpgroup) * Traits::kQueryBytes;
   }
   __device__ uint32_t key(int stage) const { return base + Traits::kKeyOffset + stage * Traits::kStageBytes; }
   __device__ uint32_t value(int stage) const { return base + Traits::kValueOffset + stage * Traits::kStageBytes; }
@@ -69,10 +71,10 @@ struct PrefillSmem {
   __device__ uint32_t tile_full(int slot) const { return barrier(4 * Traits::kStages + slot); }
   __device__ uint32_t tile_empty(int slot) const { return barrier(4 * Traits::kStages + 2 + slot); }
   __device__ uint32_t query_full(int buffer, int warpgroup) const {
-    return barrier(4 * Traits::kStages + 4 + buffer * kConsumers + warpgroup);
+    return barrier(4 * Traits::kStages + 4 + buffer * Traits::kConsumers + warpgroup);
   }
   __device__ uint32_t query_empty(int buffer, int warpgroup) const {
-    return barrier(4 * Traits::kStages + 4 + (Traits::kQueryBuffers + buffer) * kConsumers + warpgroup);
+    return barrier(4 * Traits::kStages + 4 + (Traits::kQueryBuffers + buffer) * Traits::kConsumers + warpgroup);
   }
 
  private:

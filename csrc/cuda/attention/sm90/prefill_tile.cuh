@@ -1,7 +1,7 @@
 // What a prefill tile is, which keys it walks, and the order in which the grid takes the tiles.
 //
-// The rows of a sequence and KV head are its (query token, head of the group) pairs in that order: row r is token
-// r / group and head r % group.  A tile is kTileRows of them, whatever the group: kTileRows / 2 for each CTA of a pair.
+// The rows of a sequence and KV head are its (query token, head of the group) pairs in that order, whatever the group:
+// row r is token r / group and head r % group.  A tile is kRows of them in turn.
 #pragma once
 
 #include <cstdint>
@@ -12,30 +12,40 @@
 namespace paged_attn::sm90 {
 
 constexpr int kWarpgroupRows = 64;
-constexpr int kConsumers = 2;  // warpgroups of a CTA that compute
-constexpr int kCtaRows = kWarpgroupRows * kConsumers;
-constexpr int kClusterSize = 2;
-constexpr int kTileRows = kCtaRows * kClusterSize;
+constexpr int kMaxGroup = 512;  // so that row_of is exact
 
 struct PrefillParams {
   AttentionParams attention;
   QueryRange range;
-  unsigned* counters;  // [2], all ones between launches: tiles taken beyond the first of each pair; pairs done
+  unsigned* counters;  // [2], all ones between launches: tiles taken beyond the first of each CTA; CTAs done
   int group;           // query heads a KV head
-  int box_rows;        // token slots a tensor-map box: a power of two from 8 to 64 that divides the block size
+  int group_inverse;   // ceil(2^20 / group)
+  int box_rows;        // token slots a tensor-map box: a power of two from 8 that divides block size and step
+  int head_parts;      // boxes of whole rows: a KV head's distance in parts of 64 columns; 0: a box is 8 rows of a part
   // A score is scale_log2 x q.k, in units of log2; with a soft cap, cap_log2 x tanh(cap_rate x q.k).
   float scale_log2, cap_log2, cap_rate;
 };
 
+// Where the rows of a tile begin: `head` of the group, of query token `token`.
 struct Tile {
   int seq;  // negative: no more tiles
-  int first_row, kv_head;
+  int token, head, kv_head;
   int q_begin;  // row of `query` of the sequence's first query token
   int q_len, seq_len;
 
   // Position of the first query token; negative where there are more queries than keys.
   __device__ int first_position() const { return seq_len - q_len; }
 };
+
+// The token, and the head of the group, of row `row` of a tile.
+struct TokenHead {
+  int token, head;
+};
+__device__ __forceinline__ TokenHead row_of(const PrefillParams& p, const Tile& tile, int row) {
+  const int r = tile.head + row;  // (r + 1) x group < 2^20, so the quotient is exact
+  const int token = (r * p.group_inverse) >> 20;
+  return {tile.token + token, r - token * p.group};
+}
 
 // Keys that the query tokens first_token .. last_token see, taken together, and each of them.
 struct KeyRange {
@@ -61,14 +71,13 @@ __device__ __forceinline__ int first_visible_key(const AttentionParams& p, const
   return p.window_size > 0 ? max(0, tile.first_position() - p.window_size + 1) : 0;
 }
 
-// The steps of kKeys keys that the pair walks, from the last down to the first; none where last < first.
+// The steps of kKeys keys that a tile walks, from the last down to the first; none where last < first.
 struct Steps {
   int first, last;
 };
-template <int kKeys>
+template <int kRows, int kKeys>
 __device__ __forceinline__ Steps tile_steps(const PrefillParams& p, const Tile& tile) {
-  const KeyRange keys =
-      key_range(p.attention, tile, tile.first_row / p.group, (tile.first_row + kTileRows - 1) / p.group);
+  const KeyRange keys = key_range(p.attention, tile, tile.token, row_of(p, tile, kRows - 1).token);
   if (keys.any_end <= keys.any_begin) return {0, -1};
   return {keys.any_begin / kKeys, (keys.any_end - 1) / kKeys};
 }
@@ -76,6 +85,7 @@ __device__ __forceinline__ Steps tile_steps(const PrefillParams& p, const Tile& 
 // All tiles, one sequence after the other; in a sequence the last tile of every head, then the last but one, and so on:
 // with a causal mask the longest come first, and all heads read the same blocks at about the same time.  Used by a
 // whole warp, with indices that never decrease: lane i holds sequence `base_seq + i`.
+template <int kRows>
 class TileList {
  public:
   __device__ explicit TileList(const PrefillParams& p) : p_(p) { load(); }
@@ -93,7 +103,9 @@ class TileList {
     const int heads = p_.attention.num_kv_heads;
     Tile t;
     t.seq = base_seq_ + lane;
-    t.first_row = (tiles / heads - 1 - local / heads) * kTileRows;
+    const int first_row = (tiles / heads - 1 - local / heads) * kRows;
+    t.token = first_row / p_.group;
+    t.head = first_row % p_.group;
     t.kv_head = local % heads;
     t.q_begin = __shfl_sync(~0u, q_begin_, lane);
     t.q_len = __shfl_sync(~0u, q_len_, lane);
@@ -116,7 +128,7 @@ class TileList {
       }
     }
     const bool mine = seq_len_ > 0 && q_len_ >= max(1, p_.range.min_len) && q_len_ <= p_.range.max_len;
-    tiles_ = mine ? (q_len_ * p_.group + kTileRows - 1) / kTileRows * a.num_kv_heads : 0;
+    tiles_ = mine ? (q_len_ * p_.group + kRows - 1) / kRows * a.num_kv_heads : 0;
     end_ = tiles_;
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {
