@@ -51,5 +51,9 @@ ctest: $(VENV)/.environment
 sanitize: $(INSTALLED)
 	$(PY) -m tests.sanitize
 
+# On a machine with a GPU: compute-sanitizer over a small selection of the suite.
+sanitize: $(INSTALLED)
+	$(PY) -m tests.sanitize memcheck racecheck synccheck initcheck
+
 clean:
 	rm -rf build $(VENV) paged_attn/*.so *.egg-info

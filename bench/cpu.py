@@ -102,12 +102,20 @@ class Inputs:
         )
 
 
-def gather(inputs: Inputs, case: Case) -> list[Tensor]:
-    """Keys and values as ``[S, Hkv, L, D]``, views of gathered pages."""
-    blocks = inputs.block_table.flatten()
-    shape = (case.batch, -1, case.num_kv_heads, case.head_dim)
-    caches = (inputs.key_cache, inputs.value_cache)
-    return [cache.index_select(0, blocks).view(shape)[:, : case.length].transpose(1, 2) for cache in caches]
+class Gather:
+    """Keys and values as ``[S, Hkv, L, D]``: views of pages gathered into buffers that are allocated once."""
+
+    def __init__(self, inputs: Inputs, case: Case) -> None:
+        self.caches = (inputs.key_cache, inputs.value_cache)
+        self.blocks = inputs.block_table.flatten()
+        self.pages = [torch.empty_like(cache[self.blocks]) for cache in self.caches]
+        shape = (case.batch, -1, case.num_kv_heads, case.head_dim)
+        self.views = [pages.view(shape)[:, : case.length].transpose(1, 2) for pages in self.pages]
+
+    def __call__(self) -> list[Tensor]:
+        for cache, pages in zip(self.caches, self.pages):
+            torch.index_select(cache, 0, self.blocks, out=pages)
+        return self.views
 
 
 def torch_attention(inputs: Inputs, case: Case) -> Callable[[Tensor, Tensor], Tensor]:
@@ -141,16 +149,16 @@ def time_in_turn(kernels: Mapping[str, Callable[[], object]], rounds: int) -> di
 def bench(case: Case, rounds: int) -> dict[str, object]:
     nhd = Inputs.of(case)
     hnd = nhd.heads_first()
-    sdpa = torch_attention(nhd, case)
+    gather, sdpa = Gather(nhd, case), torch_attention(nhd, case)
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[case.dtype]
-    torch.testing.assert_close(hnd.attend(), sdpa(*gather(nhd, case)), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(hnd.attend(), sdpa(*gather()), rtol=tolerance, atol=tolerance)
 
-    contiguous = [part.contiguous() for part in gather(nhd, case)]
+    contiguous = [part.contiguous() for part in gather()]
     quantised = {name: nhd.heads_first(dtype).attend for name, dtype in KV_DTYPES.items()}
     times = time_in_turn(
         {
             "paged": hnd.attend,
-            "gather + SDPA": lambda: sdpa(*gather(nhd, case)),
+            "gather + SDPA": lambda: sdpa(*gather()),
             "SDPA alone": lambda: sdpa(*contiguous),
             **{f"paged, {name}": attend for name, attend in quantised.items()},
         },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -360,9 +360,10 @@ class PagedKVCache:
         if not self.enable_prefix_caching:
             raise ValueError("pin: needs enable_prefix_caching=True")
         with self._lock:
-            is_id = isinstance(seq_or_prefix, Hashable) and not isinstance(seq_or_prefix, (tuple, Tensor))
-            if is_id or (isinstance(seq_or_prefix, tuple) and seq_or_prefix in self._handles):
+            if isinstance(seq_or_prefix, Hashable) and seq_or_prefix in self._handles:
                 return Pin(*self._manager.pin(self._handles[seq_or_prefix]))
+            if isinstance(seq_or_prefix, str) or not isinstance(seq_or_prefix, Iterable):
+                raise KeyError(seq_or_prefix)
             return Pin(*self._manager.pin_prefix(seq_or_prefix, salt))
 
     def unpin(self, pin: Pin) -> None:

@@ -25,6 +25,7 @@ EVENT_KINDS = (
 
 _MAP_WIDTH = 64
 _MAP_ROWS = 32
+_MAX_SEQUENCES = 100
 _OWNER_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghijklmnoqrstuvwxyz"  # without c and p: cached, pinned
 
 
@@ -99,6 +100,9 @@ def describe(snapshot: PoolSnapshot) -> str:
     if shown < num_blocks:
         lines.append(f"          ... {num_blocks - shown} more blocks")
     for i, (seq_id, state) in enumerate(snapshot.states.items()):
+        if i == _MAX_SEQUENCES:
+            lines.append(f"... {len(snapshot.states) - i} more sequences")
+            break
         letter = _OWNER_LETTERS[i % len(_OWNER_LETTERS)]
         what = _runs(snapshot.blocks[seq_id]) if state == "running" else state
         lines.append(f"{letter} {seq_id!r}: {snapshot.lengths[seq_id]} tokens, blocks {what}")
@@ -164,26 +168,31 @@ def plot(snapshot: PoolSnapshot, events: np.ndarray, path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     num_panels = 2 + (len(events) > 0)
-    tree = sharing_tree(snapshot.blocks)
     num_leaves = max(1, len(snapshot.blocks))
     heights = [4.0, max(1.5, 0.22 * min(num_leaves, 60)), 2.5][:num_panels]
     figure = Figure(figsize=(9, sum(heights) + 1), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(num_panels, 1, height_ratios=heights, squeeze=False)[:, 0]
     _plot_blocks(axes[0], snapshot)
-    _plot_tree(axes[1], tree)
+    _plot_tree(axes[1], snapshot)
     if len(events):
         _plot_occupancy(axes[2], occupancy(events, len(snapshot.holders)), len(snapshot.holders))
     figure.savefig(path)
 
 
+def _palette() -> np.ndarray:
+    """RGB rows for owners: no grey, which means cached."""
+    from matplotlib import colormaps
+
+    return np.delete(np.array(colormaps["tab20"].colors), (14, 15), axis=0)
+
+
 def _plot_blocks(axes: Any, snapshot: PoolSnapshot) -> None:
     """A cell a block: colours for owners, dark for shared ones, light grey for cached, white for free."""
-    from matplotlib import colormaps
     from matplotlib.patches import Patch
 
     num_blocks = len(snapshot.holders)
-    palette = np.array(colormaps["tab20"].colors)
+    palette = _palette()
     shared_colour, pinned_colour, cached_colour = (0.1, 0.1, 0.1), (0.45, 0.25, 0.1), (0.82, 0.82, 0.82)
     width = int(np.ceil(np.sqrt(num_blocks * 2.2)))
     cells = np.ones((-(-num_blocks // width) * width, 3))
@@ -211,11 +220,10 @@ def _plot_blocks(axes: Any, snapshot: PoolSnapshot) -> None:
     axes.legend(handles=legend, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False, fontsize=8)
 
 
-def _plot_tree(axes: Any, tree: list[SharingNode]) -> None:
+def _plot_tree(axes: Any, snapshot: PoolSnapshot) -> None:
     """Bars from the first block on: a bar that spans several rows is shared by the sequences of these rows."""
-    from matplotlib import colormaps
-
-    palette = colormaps["tab20"].colors
+    palette = _palette()
+    number = {seq_id: i for i, seq_id in enumerate(snapshot.states)}
     row = 0
 
     def draw(nodes: list[SharingNode], start: int) -> None:
@@ -225,7 +233,7 @@ def _plot_tree(axes: Any, tree: list[SharingNode]) -> None:
             draw(node.children, start + len(node.blocks))
             row = max(row, top + len(node.seq_ids))
             is_shared = len(node.seq_ids) > 1
-            colour = (0.1, 0.1, 0.1) if is_shared else palette[top % len(palette)]
+            colour = (0.1, 0.1, 0.1) if is_shared else palette[number[node.seq_ids[0]] % len(palette)]
             axes.barh(
                 (top + row - 1) / 2,
                 len(node.blocks),
@@ -234,10 +242,11 @@ def _plot_tree(axes: Any, tree: list[SharingNode]) -> None:
                 color=colour,
                 edgecolor="white",
             )
-            if not is_shared:
-                axes.text(start + len(node.blocks), top, f" {node.seq_ids[0]}", va="center", fontsize=7)
+            going_on = {seq_id for child in node.children for seq_id in child.seq_ids}
+            ending = ", ".join(str(seq_id) for seq_id in node.seq_ids if seq_id not in going_on)
+            axes.text(start + len(node.blocks), row - 1, f" {ending}", va="center", fontsize=7)
 
-    draw(tree, 0)
+    draw(sharing_tree(snapshot.blocks), 0)
     axes.set(title="sharing: a dark bar belongs to every sequence beside it", xlabel="block of the sequence", yticks=[])
     axes.set_ylim(max(row, 1) - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
