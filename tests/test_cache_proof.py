@@ -254,6 +254,15 @@ def test_too_few_blocks_change_nothing(call):
     assert outcomes[-1] is True
 
 
+def test_nothing_is_finished_that_was_not_planned():
+    manager = scene()._manager
+    for finish in (manager.finish_add, lambda: manager.finish_prepare(None), manager.finish_swap_out):
+        with pytest.raises(RuntimeError, match="planned"):
+            finish()
+    with pytest.raises(RuntimeError, match="planned"):
+        manager.finish_resume()
+
+
 # ---- threads
 
 

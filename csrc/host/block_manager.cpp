@@ -33,6 +33,7 @@ void BlockManager::drop_plan() noexcept {
     pool_[id].planned = false;
     pool_[id].planned_drops = 0;
   }
+  plan_.kind = PlanKind::kNone;
   plan_.handle = -1;
   plan_.pairs.clear();
   plan_.hits.clear();
@@ -229,7 +230,7 @@ void BlockManager::begin_add(const Token* tokens, int64_t num_tokens, const Salt
   plan_blocks(planned.tokens, planned.root, num_tokens - 1, options_.watermark_blocks, "add");
   reserve_vacancies(1);
   plan_.sequence = std::move(planned);
-  guard.done();
+  guard.done(PlanKind::kAdd);
 }
 
 Handle BlockManager::finish_add() noexcept {
@@ -288,7 +289,7 @@ void BlockManager::begin_prepare(const int64_t* handles, const int64_t* query_le
   pool_.peek(needed, plan_.fresh);
   for (Pair& pair : plan_.pairs) pair.second = plan_.fresh[pair.second];
   log_.reserve(4 * plan_.edits.size() + plan_.changed.size());
-  guard.done();
+  guard.done(PlanKind::kPrepare);
 }
 
 void BlockManager::finish_prepare(const StepArrays& out) noexcept {

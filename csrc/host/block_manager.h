@@ -27,6 +27,8 @@ struct Options {
 
 enum class Admission { kOk, kLater, kNever };
 
+enum class PlanKind : uint8_t { kNone, kAdd, kPrepare, kSwapOut, kResume };
+
 enum class SequenceState : uint8_t { kVacant, kRunning, kSwapped, kDropped };
 
 // What a decode step reads and writes comes first, on one cache line.
@@ -107,6 +109,8 @@ class BlockManager {
   bool unpin(int64_t id);
   void reset_prefix_cache();
 
+  // What begin_x has planned, and whose finish_x may be called now.
+  PlanKind plan_kind() const { return plan_.kind; }
   const std::vector<Pair>& pairs() const { return plan_.pairs; }
   void drop_plan() noexcept;
 
@@ -135,6 +139,7 @@ class BlockManager {
     int32_t index;
   };
   struct Plan {
+    PlanKind kind = PlanKind::kNone;
     Handle handle = -1;
     std::vector<Pair> pairs;
     std::vector<BlockId> hits;    // found blocks that will be held
@@ -202,13 +207,12 @@ class BlockManager::PlanGuard {
  public:
   explicit PlanGuard(BlockManager& manager) : manager_(manager) { manager_.drop_plan(); }
   ~PlanGuard() {
-    if (!done_) manager_.drop_plan();
+    if (manager_.plan_.kind == PlanKind::kNone) manager_.drop_plan();
   }
-  void done() { done_ = true; }
+  void done(PlanKind kind) { manager_.plan_.kind = kind; }
 
  private:
   BlockManager& manager_;
-  bool done_ = false;
 };
 
 }  // namespace paged_attn::host

@@ -36,7 +36,7 @@ void BlockManager::begin_swap_out(Handle handle) {
   reserve_release(sequence);
   log_.reserve(2 * sequence.blocks.size() + plan_.pairs.size());
   plan_.handle = handle;
-  guard.done();
+  guard.done(PlanKind::kSwapOut);
 }
 
 void BlockManager::finish_swap_out() noexcept {
@@ -90,7 +90,7 @@ void BlockManager::begin_resume(Handle handle) {
     plan_swap_in(sequence);
   }
   plan_.handle = handle;
-  guard.done();
+  guard.done(PlanKind::kResume);
 }
 
 void BlockManager::plan_swap_in(const Sequence& sequence) {

@@ -159,6 +159,7 @@ class Manager {
   }
 
   py::tuple finish_add() {
+    require(PlanKind::kAdd);
     const Handle handle = core.finish_add();
     return py::make_tuple(handle, core.sequence(handle).num_computed);
   }
@@ -189,6 +190,7 @@ class Manager {
 
   // Make the planned step so and write its tensors into `buffer`, or a new array; returns it.
   py::object finish_prepare(const py::object& buffer) {
+    require(PlanKind::kPrepare);
     const StepLayout layout = step_layout();
     py::object out = buffer;
     if (buffer.is_none()) out = py::array_t<int64_t>((layout.num_bytes() + 7) / 8);
@@ -233,6 +235,16 @@ class Manager {
   py::array begin_swap_out(int64_t handle) {
     core.begin_swap_out(static_cast<Handle>(handle));
     return pairs_array(core);
+  }
+
+  void finish_swap_out() {
+    require(PlanKind::kSwapOut);
+    core.finish_swap_out();
+  }
+
+  int64_t finish_resume() {
+    require(PlanKind::kResume);
+    return core.finish_resume();
   }
 
   // (moves from the host?, pairs int64 [n, 2])
@@ -293,6 +305,10 @@ class Manager {
   }
 
   static int64_t num_bytes(const py::object& array) { return array.cast<py::array>().nbytes(); }
+
+  void require(PlanKind kind) const {
+    if (core.plan_kind() != kind) throw std::runtime_error("nothing is planned that could be finished");
+  }
 
   void read_prompt(const py::object& token_ids) {
     read_tokens(token_ids, scratch_, tokens_);
@@ -374,10 +390,10 @@ PYBIND11_MODULE(_host, m) {
       .def("release_before",
            [](Manager& m, int64_t handle, int64_t at) { m.core.release_before(static_cast<Handle>(handle), at); })
       .def("begin_swap_out", &Manager::begin_swap_out)
-      .def("finish_swap_out", [](Manager& m) { m.core.finish_swap_out(); })
+      .def("finish_swap_out", &Manager::finish_swap_out)
       .def("drop", [](Manager& m, int64_t handle) { m.core.drop(static_cast<Handle>(handle)); })
       .def("begin_resume", &Manager::begin_resume)
-      .def("finish_resume", [](Manager& m) { return m.core.finish_resume(); })
+      .def("finish_resume", &Manager::finish_resume)
       .def("drop_plan", [](Manager& m) { m.core.drop_plan(); })
       .def("pin",
            [](Manager& m, int64_t handle) {
