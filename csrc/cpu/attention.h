@@ -67,7 +67,7 @@ inline Partial partial_at(float* data, int rows, int head_dim) {
 inline int64_t scratch_floats(int head_dim) {
   constexpr int kMaxStripRows = 8;
   return int64_t{padded(head_dim)} * (kTileRows + 2 * kTileKeys) + 2 * partial_floats(kTileRows, head_dim) +
-         kTileKeys * (kMaxStripRows + 2);
+         kTileKeys * kMaxStripRows;
 }
 
 struct AttentionKernels {
