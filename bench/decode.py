@@ -10,6 +10,7 @@ capability 8.0.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib
 import random
@@ -311,6 +312,11 @@ def main() -> None:
         bytes="2 x visible keys x KV heads x head_dim x element size",
         host_us=host_us,
     )
+    with path.with_suffix(".md").open("w") as table, contextlib.redirect_stdout(table):
+        for name, part in rows.items():
+            print(f"{name}, {arguments.kv} cache, {arguments.layout}, microseconds\n")
+            common.print_table(part)
+            print()
     shown = [name for name in ("ceiling", "ready", "default", "torch SDPA", "FlashInfer") if name in rows["decode"][0]]
 
     def tb_s(row: dict[str, object], name: str) -> float:

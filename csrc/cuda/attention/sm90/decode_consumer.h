@@ -1,6 +1,7 @@
 // A consumer warp: drains the ring tile by tile and finishes rows at the end of a piece.
 #pragma once
 
+#include "../empty_rows.cuh"
 #include "decode_producer.h"
 #include "decode_tile.h"
 
@@ -87,8 +88,9 @@ struct Consumer {
 
   // The end of a piece, in up to three steps that share one copy of the code: the rows of the piece itself; the item,
   // if we computed and published all of its pieces; and after our last piece the item that an earlier CTA began, held
-  // back until now because by now all of its pieces are about ready.
-  __device__ __forceinline__ void finish_piece(const Item& item, int piece, bool last_of_share) const {
+  // back until now because by now all of its pieces are about ready.  `rehearsal`: one row, of no item; nothing is
+  // waited for or written.
+  __device__ __forceinline__ void finish_piece(const Item& item, int piece, bool last_of_share, bool rehearsal) const {
     const Pieces& pieces = item.pieces;
     const bool invariant = a.p.batch_invariant;
     const bool ends = pieces.count > 1 && piece == pieces.count - 1;
@@ -107,50 +109,67 @@ struct Consumer {
 #pragma unroll 1
       for (int i = slice(); i < kWarpRows; i += kSlices) {
         const int row = first_row() + i, slot_row = head() * Traits::kRows + row;
-        if (row >= x.num_rows) break;
+        if (row >= x.num_rows && !rehearsal) break;
         Row y;
         y.clear();
         if (step == 0) add_states(y, i);
         if (step == 2 && !invariant) take_back(SlotRow<Traits>(a, spare, slot_row), y);
-        if (published > 0) merge_published(SlotRow<Traits>(a, x.pieces.base, slot_row), published, y);
+        if (published > 0 || rehearsal) merge_published(SlotRow<Traits>(a, x.pieces.base, slot_row), published, y);
         if (published > 0 || x.pieces.count == 1)
-          write_row<Traits>(a, x.rows, row, y);
+          write_row<Traits>(a, x.rows, row, y, !rehearsal);
         else
           publish(SlotRow<Traits>(a, ends && !invariant ? spare : x.pieces.base + piece, slot_row), y);
+        if (rehearsal) return;
       }
     }
   }
 
-  __device__ __forceinline__ void run(const Ring& ring, Walk<Traits> w) {
+  // The first pass is a rehearsal: while the kernel ahead still runs, the end of a piece, the longest stretch of code
+  // and all of it in the latency of a short call, is gone through for no item, so that its instructions are in the
+  // cache.
+  __device__ __forceinline__ void run(const Ring& ring) const {
+    using Element = std::conditional_t<Traits::kQuantized, __half, typename Traits::Cache>;  // zero is zero in either
     const AttentionParams& p = a.p;
-    const bool is_bfloat = p.dtype == DType::kBFloat16;
     LaneMap<Traits> lanes(a, head(), slice() * 16);
     held().num_rows = 0;
     Cursor stage, query;
-    for (; !w.done; w.next_item(a)) {
-      Item item;
-      item.pieces = Pieces::of(a, w);
-      item.rows = {w.s.query_begin, w.head_group * Traits::kHeads + head(), a.group, a.group_inverse};
-      item.num_rows = min(w.s.query_len * a.group, a.max_rows);
+    Walk<Traits> w;
+    if (Traits::kRehearsal) w = {};
+    Item item = {{0, 1}, {0, 0, a.group, a.group_inverse}, 0};
+    const auto begin = [&] {
+      ptx::pdl_wait();
+      w = make_walk<Traits>(a);
+      if (a.range.owns_empty) write_empty_rows<Element>(p, Traits::kWarps * 32);  // the first stages are on their way
+    };
+    bool rehearsal = Traits::kRehearsal;
+    lanes.set_rows(head(), first_row(), 1);
+    if (!rehearsal) begin();
+    while (rehearsal || !w.done) {
       const Visibility see(a, w.s);
-      float scale_log2 = p.scale * kLog2e;
-      if (Traits::kQuantized && p.k_scale.data)
-        scale_log2 *= __ldg(p.k_scale.data + item.rows.kv_head * p.k_scale.strides.head);
+      float key_scale = 1.f;
       const uint32_t query_buffer = ring.stages + Traits::kQueryOffset + query.index * Traits::kQueryBytes;
       const uint32_t query_free = ring.query + query.index * 8;
-      query.step(2);
-      lanes.set_rows(head(), first_row(), item.num_rows);
-      ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);  // the query rows are there
-      const int limit = w.limit(a);
-      while (w.tile < limit) {
-        int piece = blockIdx.x - item.pieces.base, end = limit;
-        if (p.batch_invariant) {
+      int limit = 0;
+      if (!rehearsal) {
+        item.pieces = Pieces::of(a, w);
+        item.rows.query_begin = w.s.query_begin, item.rows.kv_head = w.head_group * Traits::kHeads + head();
+        item.num_rows = min(w.s.query_len * a.group, a.max_rows);
+        if (Traits::kQuantized && p.k_scale.data)
+          key_scale = __ldg(p.k_scale.data + item.rows.kv_head * p.k_scale.strides.head);
+        query.step(2);
+        lanes.set_rows(head(), first_row(), item.num_rows);
+        ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);  // the query rows are there
+        limit = w.limit(a);
+      }
+      do {
+        int end = limit;
+        if (p.batch_invariant && !rehearsal) {
           const int part = part_tiles<Traits>(w.s.num_tiles);
-          piece = w.tile / part, end = min(limit, (piece + 1) * part);
+          end = min(limit, (w.tile / part + 1) * part);
         }
         const auto release_query = [&] {
           __syncwarp();
-          if (end == limit && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(query_free);
+          if (end == limit && !rehearsal && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(query_free);
         };
         uint32_t q[Traits::kRowTiles][kHeadDim / 32][4];
         if (Traits::kQueryInRegisters) {
@@ -158,7 +177,7 @@ struct Consumer {
           for (int j = 0; j < Traits::kRowTiles; j++)
 #pragma unroll
             for (int i = 0; i < kHeadDim / 32; i++)
-              load_query_fragment<Traits>(q[j][i], query_buffer + lanes.query[j], i, is_bfloat);
+              load_query_fragment<Traits>(a, q[j][i], query_buffer + lanes.query[j], i);
           release_query();
         }
         SoftmaxState<Traits> x;
@@ -167,8 +186,8 @@ struct Consumer {
           ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);
           const int first_token = w.first_token() + slice() * 16;
           if (!Traits::kLoadsOnly && first_token < see.len && first_token + 16 > see.first_key)
-            attend<Traits>(a, x, lanes, ring.stages + stage.index * Traits::kStageBytes, query_buffer, q, scale_log2,
-                           item.rows, first_row(), first_token, see, is_bfloat);
+            attend<Traits>(a, x, lanes, ring.stages + stage.index * Traits::kStageBytes, query_buffer, q, key_scale,
+                           item.rows, first_row(), first_token, see);
           __syncwarp();
           if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring.empty + stage.index * 8);
           stage.step(Traits::kStages);
@@ -176,7 +195,15 @@ struct Consumer {
         if (!Traits::kQueryInRegisters) release_query();
         if (Traits::kLoadsOnly) continue;
         share_state(x);
-        finish_piece(item, piece, end == limit && w.in_last_item());
+        int piece = blockIdx.x - item.pieces.base;
+        if (p.batch_invariant && !rehearsal) piece = (end - 1) / part_tiles<Traits>(w.s.num_tiles);
+        finish_piece(item, piece, end == limit && w.in_last_item(), rehearsal);
+      } while (w.tile < limit);
+      if (rehearsal) {
+        rehearsal = false;
+        begin();
+      } else {
+        w.next_item(a);
       }
     }
   }

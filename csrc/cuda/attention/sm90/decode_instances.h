@@ -30,6 +30,10 @@ void launch_for(DecodeArgs& a, Workspace& workspace, cudaStream_t stream);
 template <class Cache, int kHeadDim>
 void launch_rows(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
   constexpr int kMostRows = most_rows(kHeadDim);
+  // Two heads of a block in a stage read longer stretches of memory, but halve the pieces that few sequences fall into.
+  if constexpr (kHeadDim == 128)
+    if (a.max_rows <= 8 && a.p.num_seqs >= 8 && a.p.num_kv_heads % 2 == 0 && !a.p.batch_invariant)
+      return launch<DecodeTraits<Cache, kHeadDim, 8, 2>>(a, workspace, stream);
   if (a.max_rows <= 8) return launch<DecodeTraits<Cache, kHeadDim, 8>>(a, workspace, stream);
   if (a.max_rows <= 16) return launch<DecodeTraits<Cache, kHeadDim, 16>>(a, workspace, stream);
   if constexpr (kMostRows >= 32)

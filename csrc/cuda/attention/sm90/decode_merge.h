@@ -84,13 +84,13 @@ struct RowMap {
 // Normalise and write a finished row, by a warp.
 template <class Traits>
 __device__ __forceinline__ void write_row(const DecodeArgs& a, const RowMap& rows, int row,
-                                          const Partial<Traits::kHeadDim>& x) {
+                                          const Partial<Traits::kHeadDim>& x, bool store) {
   const AttentionParams& p = a.p;
   const int lane = threadIdx.x % 32;
   const int head = rows.kv_head * a.group + rows.head(row);
   const int64_t token = rows.query_begin + rows.token(row);
   const RowEnd end = finish_row(x.max, x.sum, p.sinks ? p.sinks + head : nullptr);
-  if (p.lse && lane == 0) p.lse[token * p.num_heads + head] = end.lse;
+  if (p.lse && lane == 0 && store) p.lse[token * p.num_heads + head] = end.lse;
   float factor = end.output_scale;
   if (Traits::kQuantized && p.v_scale.data) factor *= __ldg(p.v_scale.data + rows.kv_head * p.v_scale.strides.head);
   using Half = __half;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void write_row(const DecodeArgs& a, const RowMap& row
   uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_strides.token + head * p.out_strides.head;
 #pragma unroll
   for (int v = 0; v < x.kVectors; v++) {
-    if (!x.has(v)) continue;
+    if (!x.has(v) || !store) continue;
     const float4 y = make_float4(x.o[v].x * factor, x.o[v].y * factor, x.o[v].z * factor, x.o[v].w * factor);
     *reinterpret_cast<uint2*>(out + v * 128 + lane * 4) =
         is_bfloat ? make_uint2(ptx::pack<BFloat>(y.x, y.y), ptx::pack<BFloat>(y.z, y.w))
@@ -150,12 +150,13 @@ template <class Traits>
 __device__ __forceinline__ void merge_published(SlotRow<Traits> from, int count, Partial<Traits::kHeadDim>& x) {
   using Slot = SlotRow<Traits>;
   constexpr int kVectors = Partial<Traits::kHeadDim>::kVectors;
-  constexpr int kRound = (Traits::kWarps == 8 ? 8 : 16) / kVectors;  // what registers allow
+  constexpr int kMany = Traits::kRows > 16 ? (Traits::kQuantized ? 2 : 4) : 8 / kVectors;
+  constexpr int kRound = Traits::kWarps < 8 ? 16 / kVectors : kMany;  // what fits registers
   const int lane = threadIdx.x % 32;
   const float e = __uint_as_float(kEmptyWord);
   float2* stats = from.stats + lane * Slot::kSlotRows;
 #pragma unroll 1
-  for (; count > 0; count -= kRound) {
+  do {
     float2 s = make_float2(kNoMaximum, 0.f);
     float4 o[kRound][kVectors];
     if (lane < min(kRound, count)) s = load_relaxed(stats);
@@ -202,7 +203,8 @@ __device__ __forceinline__ void merge_published(SlotRow<Traits> from, int count,
     if (lane < min(kRound, count)) store_relaxed(stats, make_float2(e, e));
     from.out += kRound * Slot::kSlotVectors;
     stats += kRound * Slot::kSlotRows;
-  }
+    count -= kRound;
+  } while (count > 0);
   __syncwarp();  // cleared before any lane publishes here again
 }
 

@@ -1,9 +1,9 @@
-// The producer warp: block table -> page coordinates -> TMA boxes into the ring of stages.
+// The producer warps, one for K and one for V: block table -> page coordinates -> TMA boxes into the ring of stages.
 //
-// It walks the whole share of its CTA over the ends of items, so the ring never drains there, and looks up page ids one
-// batch of 32 boxes ahead: a lane a box.  Stage i holds K then V of a tile, each as [box][head][chunk][token][kSwizzle
-// bytes], swizzled.  Only boxes that hold a visible key are asked for, and the barrier expects the bytes of those
-// alone.
+// Each walks the whole share of its CTA over the ends of items, so the ring never drains there, and looks up page ids
+// one batch of 32 boxes ahead: a lane a box.  Stage i holds K then V of a tile, each as
+// [box][head][chunk][token][kSwizzle bytes], swizzled.  Only boxes that hold a visible key are asked for, and the
+// barrier expects the bytes of those alone.
 #pragma once
 
 #include "decode_merge.h"
@@ -12,7 +12,7 @@ namespace paged_attn::sm90 {
 
 struct Ring {
   uint32_t stages;  // shared-memory addresses
-  uint32_t full;    // [kStages] barriers: 1 arrival, then bytes
+  uint32_t full;    // [kStages] barriers: one arrival a producer, then bytes
   uint32_t empty;   // [kStages]: one arrival a consumer warp
   uint32_t query;   // [2]: a query buffer is free again; one arrival a consumer warp
 
@@ -24,7 +24,7 @@ struct Ring {
   template <class Traits>
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < Traits::kStages; i++) {
-      ptx::mbarrier_init(full + i * 8, 1);
+      ptx::mbarrier_init(full + i * 8, Traits::kProducers);
       ptx::mbarrier_init(empty + i * 8, Traits::kWarps);
     }
     ptx::mbarrier_init(query, Traits::kWarps);
@@ -81,31 +81,26 @@ __device__ __forceinline__ void load_query(const DecodeArgs& a, uint32_t buffer,
   }
 }
 
-// `early`: lengths and table may be read before the kernel before this one is done.
+// `tensor` 0: K and the query rows, 1: V.  `early`: lengths and table may be read before the kernel ahead has ended.
 template <class Traits>
-__device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap& key_map, const CUtensorMap& value_map,
-                                        const Ring& ring, Walk<Traits> w, bool early) {
+__device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* map, int tensor, const Ring& ring,
+                                        bool early) {
   const int lane = threadIdx.x % 32;
-  const int boxes_shift = 31 - __clz(Traits::kTileTokens) - a.box_shift;  // of a stage, for K and for V
+  const int boxes_shift = 31 - __clz(Traits::kTileTokens) - a.box_shift;  // of a stage
   const int boxes = 1 << boxes_shift, stages_per_batch = 32 >> boxes_shift;
   const int box_bytes = (Traits::kHeads * Traits::kRowBytes) << a.box_shift;
   const int my_stage = lane >> boxes_shift, my_box = lane & (boxes - 1);
   const uint64_t policy = ptx::l2_evict_first();  // every byte is read once
-  if (lane == 0) {
-    ptx::tensor_map_prefetch(&key_map);
-    ptx::tensor_map_prefetch(&value_map);
-  }
+  if (lane == 0) ptx::tensor_map_prefetch(map);
+  if (!early) ptx::pdl_wait();
+  Walk<Traits> w = make_walk<Traits>(a);
   w.advance(a, my_stage);
   Box now = look_up(a, w, my_box, my_stage == 0);
   w.advance(a, stages_per_batch);
   Box next = look_up(a, w, my_box, false);
-  if (early) {
-    // L2 is coherent: what the kernel before still writes to these blocks is seen by the loads below.
-    if (now.present && my_stage < Traits::kStages) {
-      ptx::tensor_prefetch_5d(&key_map, 0, now.row, 0, now.head_group * Traits::kHeads, now.page);
-      ptx::tensor_prefetch_5d(&value_map, 0, now.row, 0, now.head_group * Traits::kHeads, now.page);
-    }
-  }
+  // L2 is coherent: what the kernel ahead still writes to these blocks is seen by the loads below.
+  if (early && now.present && my_stage < Traits::kStages)
+    ptx::tensor_prefetch_5d(map, 0, now.row, 0, now.head_group * Traits::kHeads, now.page);
   Cursor stage, query;
   for (bool more = true; more;) {
 #pragma unroll 1
@@ -114,28 +109,26 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap& 
       more = __shfl_sync(~0u, static_cast<int>(now.valid), source);
       if (!more) break;
       const unsigned present = __ballot_sync(~0u, now.present && my_stage == i);
-      const bool first = __shfl_sync(~0u, static_cast<int>(now.first), source);
+      const bool with_query = __shfl_sync(~0u, static_cast<int>(now.first), source) && tensor == 0;
       const int query_begin = __shfl_sync(~0u, now.query_begin, source);
       const int query_rows = __shfl_sync(~0u, now.query_rows, source);
       const int head_group = __shfl_sync(~0u, now.head_group, source);
       const uint32_t full = ring.full + stage.index * 8;
-      if (first) ptx::mbarrier_wait(ring.query + query.index * 8, query.parity ^ 1);
+      if (with_query) ptx::mbarrier_wait(ring.query + query.index * 8, query.parity ^ 1);
       ptx::mbarrier_wait(ring.empty + stage.index * 8, stage.parity ^ 1);
-      if (lane == 0)
-        ptx::mbarrier_arrive_expect_tx(
-            full, __popc(present) * 2 * box_bytes + (first ? Traits::kHeads * query_rows * Traits::kHeadDim * 2 : 0));
+      const int query_bytes = with_query ? Traits::kHeads * query_rows * Traits::kHeadDim * 2 : 0;
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, __popc(present) * box_bytes + query_bytes);
       __syncwarp();
       if (early) {
         ptx::pdl_wait();  // as late as can be: before the first load
         early = false;
       }
       if (my_stage == i && now.present) {
-        const uint32_t dst = ring.stages + stage.index * Traits::kStageBytes + my_box * box_bytes;
-        const int head = head_group * Traits::kHeads;
-        ptx::tensor_load_5d(dst, &key_map, 0, now.row, 0, head, now.page, full, policy);
-        ptx::tensor_load_5d(dst + Traits::kTensorBytes, &value_map, 0, now.row, 0, head, now.page, full, policy);
+        const uint32_t dst = ring.stages + stage.index * Traits::kStageBytes + tensor * Traits::kTensorBytes;
+        ptx::tensor_load_5d(dst + my_box * box_bytes, map, 0, now.row, 0, head_group * Traits::kHeads, now.page, full,
+                            policy);
       }
-      if (first) {
+      if (with_query) {
         load_query<Traits>(a, ring.stages + Traits::kQueryOffset + query.index * Traits::kQueryBytes, query_begin,
                            query_rows, head_group, full);
         query.step(2);

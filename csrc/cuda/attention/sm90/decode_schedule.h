@@ -107,7 +107,7 @@ __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
     const int tiles = load_sequence<Traits>(a, min(seq, num_seqs - 1)).num_tiles;
     return seq < num_seqs ? tiles * a.num_head_groups : 0;
   };
-  Walk<Traits> w = {};
+  Walk<Traits> w;
   w.done = true;
   if (num_seqs == 0) return w;
   unsigned sum = 0;

@@ -77,8 +77,9 @@ struct LaneMap {
 
 // B fragments of Q^T for the columns 32 i .. 32 i + 31 of row tile j.
 template <class Traits>
-__device__ __forceinline__ void load_query_fragment(uint32_t (&q)[4], uint32_t address, int i, bool is_bfloat) {
+__device__ __forceinline__ void load_query_fragment(const DecodeArgs& a, uint32_t (&q)[4], uint32_t address, int i) {
   if constexpr (Traits::kQuantized) {
+    const bool is_bfloat = a.p.dtype == DType::kBFloat16;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
       uint32_t x, y;
@@ -178,8 +179,8 @@ template <class Traits>
 __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>& x, const LaneMap<Traits>& lanes,
                                        uint32_t stage, uint32_t query_buffer,
                                        const uint32_t (&q)[Traits::kRowTiles][Traits::kHeadDim / 32][4],
-                                       float scale_log2, const RowMap& rows, int first_row, int first_token,
-                                       const Visibility& see, bool is_bfloat) {
+                                       float key_scale, const RowMap& rows, int first_row, int first_token,
+                                       const Visibility& see) {
   using Math = typename Traits::Math;
   using Cache = typename Traits::Cache;
   constexpr int kRowTiles = Traits::kRowTiles, kDim = Traits::kHeadDim;
@@ -208,7 +209,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
 #pragma unroll
         for (int k = 0; k < 4; k++) b[k] = q[j][i][k];
       } else {
-        load_query_fragment<Traits>(b, query_buffer + lanes.query[j], i, is_bfloat);
+        load_query_fragment<Traits>(a, b, query_buffer + lanes.query[j], i);
       }
       ptx::mma_m16n8k16<Math>(c[j], a0, b[0], b[1]);
       ptx::mma_m16n8k16<Math>(kChains == 2 ? c1[j] : c[j], a1, b[2], b[3]);
@@ -218,6 +219,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
 #pragma unroll
     for (int i = 0; i < 4; i++) c[0][i] += c1[0][i];
   }
+  const float scale_log2 = (Traits::kQuantized ? key_scale : 1.f) * a.p.scale * kLog2e;
   finish_scores<Traits>(a, c, scale_log2, rows, first_row, first_token, see);
 
   // Rescale only where some maximum of the warp grows.

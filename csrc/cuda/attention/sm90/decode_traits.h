@@ -52,13 +52,16 @@ struct DecodeTraits {
   static constexpr int kWarpRows = kRows < kMostWarpRows ? kRows : kMostWarpRows;
   static constexpr int kRowTiles = kWarpRows / 8;
   static constexpr int kRowGroups = kRows / kWarpRows;
-  static constexpr int kSlices = kHeads * kRowGroups > 1 ? 8 / (kHeads * kRowGroups)
+  static constexpr int kSlices = kHeads * kRowGroups > 1           ? 8 / (kHeads * kRowGroups)
                                  : kRowBytes >= 256 && !kQuantized ? 4
                                                                    : 8;
   static constexpr int kWarps = kHeads * kSlices * kRowGroups;
-  static constexpr int kThreads = 32 * (kWarps + 1);
+  static constexpr int kProducers = 2;  // warps: one for K, one for V; a TMA instruction takes its time to issue
+  static constexpr int kThreads = 32 * (kWarps + kProducers);
   static constexpr int kTileTokens = 16 * kSlices;
-  static constexpr bool kQueryInRegisters = kHeadDim * kWarpRows <= (kWarps == 4 || kWarpRows == 8 ? 2048 : 1536);
+  static constexpr bool kRehearsal =
+      kWarps == 4 || (kRows == 8 && kHeadDim <= 128);  // see Consumer::run; needs registers
+  static constexpr bool kQueryInRegisters = kHeadDim * kWarpRows <= (kWarps == 4 ? 2048 : 1024);
 
   // Shared memory: the ring, two buffers of query rows (an item's queries arrive while the item before is worked on),
   // and the states of the warps at the end of a piece.
