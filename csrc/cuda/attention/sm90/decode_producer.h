@@ -85,10 +85,12 @@ __device__ __forceinline__ void load_query(const DecodeArgs& a, uint32_t buffer,
 template <class Traits>
 __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* map, int tensor, const Ring& ring,
                                         bool early) {
+  constexpr int kCopies = Traits::kPadded ? Traits::kChunks : 1;  // of a box
+  constexpr int kCopyElements = Traits::kSwizzle / sizeof(typename Traits::Cache);
   const int lane = threadIdx.x % 32;
   const int boxes_shift = 31 - __clz(Traits::kTileTokens) - a.box_shift;  // of a stage
   const int boxes = 1 << boxes_shift, stages_per_batch = 32 >> boxes_shift;
-  const int box_bytes = (Traits::kHeads * Traits::kRowBytes) << a.box_shift;
+  const int box_bytes = (Traits::kHeads * Traits::kPitch) << a.box_shift;
   const int my_stage = lane >> boxes_shift, my_box = lane & (boxes - 1);
   const uint64_t policy = ptx::l2_evict_first();  // every byte is read once
   if (lane == 0) ptx::tensor_map_prefetch(map);
@@ -96,11 +98,12 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
   Walk<Traits> w = make_walk<Traits>(a);
   w.advance(a, my_stage);
   Box now = look_up(a, w, my_box, my_stage == 0);
-  w.advance(a, stages_per_batch);
-  Box next = look_up(a, w, my_box, false);
+  Box next;
+  const int ring_full = min(Traits::kStages, stages_per_batch) - 1;  // when there is time to look ahead
   // L2 is coherent: what the kernel ahead still writes to these blocks is seen by the loads below.
   if (early && now.present && my_stage < Traits::kStages)
-    ptx::tensor_prefetch_5d(map, 0, now.row, 0, now.head_group * Traits::kHeads, now.page);
+    for (int c = 0; c < kCopies; c++)
+      ptx::tensor_prefetch_5d(map, c * kCopyElements, now.row, 0, now.head_group * Traits::kHeads, now.page);
   Cursor stage, query;
   for (bool more = true; more;) {
 #pragma unroll 1
@@ -125,8 +128,10 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
       }
       if (my_stage == i && now.present) {
         const uint32_t dst = ring.stages + stage.index * Traits::kStageBytes + tensor * Traits::kTensorBytes;
-        ptx::tensor_load_5d(dst + my_box * box_bytes, map, 0, now.row, 0, head_group * Traits::kHeads, now.page, full,
-                            policy);
+#pragma unroll
+        for (int c = 0; c < kCopies; c++)
+          ptx::tensor_load_5d(dst + my_box * box_bytes + (c * Traits::kSwizzle << a.box_shift), map, c * kCopyElements,
+                              now.row, 0, head_group * Traits::kHeads, now.page, full, policy);
       }
       if (with_query) {
         load_query<Traits>(a, ring.stages + Traits::kQueryOffset + query.index * Traits::kQueryBytes, query_begin,
@@ -134,10 +139,12 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
         query.step(2);
       }
       stage.step(Traits::kStages);
+      if (i == ring_full) {
+        w.advance(a, stages_per_batch);
+        next = look_up(a, w, my_box, false);
+      }
     }
     now = next;
-    w.advance(a, stages_per_batch);
-    next = look_up(a, w, my_box, false);
   }
 }
 

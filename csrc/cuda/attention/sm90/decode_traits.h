@@ -40,10 +40,14 @@ struct DecodeTraits {
   static constexpr bool kQuantized = sizeof(Cache) == 1;
   using Math = std::conditional_t<kQuantized, __half, Cache>;  // operands of the mma: 8-bit types are exact in fp16
 
-  // A cache row in shared memory: kChunks pieces of kSwizzle bytes, each a TMA swizzle atom wide.
+  // A cache row in shared memory: kChunks pieces of kSwizzle bytes, each a TMA swizzle atom wide.  Rows that do not
+  // fill their last chunk are copied a chunk at a time; TMA pads them with zeros, which are never looked at.
   static constexpr int kRowBytes = kHeadDim * sizeof(Cache);
-  static constexpr int kSwizzle = kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : 32;
-  static constexpr int kChunks = kRowBytes / kSwizzle;
+  static constexpr int kSwizzle = kRowBytes == 64 ? 64 : 128;
+  static constexpr int kChunks = (kRowBytes + kSwizzle - 1) / kSwizzle;
+  static constexpr bool kPadded = kRowBytes % kSwizzle != 0;
+  static constexpr int kPitch = kChunks * kSwizzle;  // bytes a row takes
+  static_assert(!kPadded || kHeads == 1);
 
   // A warp owns 16 tokens of one head in a stage, for kWarpRows query rows: as many as let its output stay in 64
   // registers.  There are 4 or 8 warps; 8 where the math of 4 would show: for short rows, 8-bit caches, many query
@@ -52,9 +56,9 @@ struct DecodeTraits {
   static constexpr int kWarpRows = kRows < kMostWarpRows ? kRows : kMostWarpRows;
   static constexpr int kRowTiles = kWarpRows / 8;
   static constexpr int kRowGroups = kRows / kWarpRows;
-  static constexpr int kSlices = kHeads * kRowGroups > 1           ? 8 / (kHeads * kRowGroups)
-                                 : kRowBytes >= 256 && !kQuantized ? 4
-                                                                   : 8;
+  static constexpr int kSlices = kHeads * kRowGroups > 1        ? 8 / (kHeads * kRowGroups)
+                                 : kPitch >= 256 && !kQuantized ? 4
+                                                                : 8;
   static constexpr int kWarps = kHeads * kSlices * kRowGroups;
   static constexpr int kProducers = 2;  // warps: one for K, one for V; a TMA instruction takes its time to issue
   static constexpr int kThreads = 32 * (kWarps + kProducers);
@@ -65,7 +69,7 @@ struct DecodeTraits {
 
   // Shared memory: the ring, two buffers of query rows (an item's queries arrive while the item before is worked on),
   // and the states of the warps at the end of a piece.
-  static constexpr int kTensorBytes = kHeads * kTileTokens * kRowBytes;  // K or V of a stage
+  static constexpr int kTensorBytes = kHeads * kTileTokens * kPitch;  // K or V of a stage
   static constexpr int kStageBytes = 2 * kTensorBytes;
   static constexpr int kQueryPitch = kHeadDim * 2 + 16;  // bytes; keeps ldmatrix free of bank conflicts
   static constexpr int kQueryBytes = kHeads * kRows * kQueryPitch;
