@@ -137,6 +137,13 @@ class BuildExtension(cpp_extension.BuildExtension):
             print("paged_attn: ninja was not found, building one file at a time (pip install ninja)", file=sys.stderr)
         super().build_extensions()
 
+    def build_extension(self, ext: Extension) -> None:
+        # Ninja keeps header dependencies a folder: each extension gets its own, or it would forget those of the other.
+        shared = self.build_temp
+        self.build_temp = os.path.join(shared, ext.name.rpartition(".")[2])
+        super().build_extension(ext)
+        self.build_temp = shared
+
 
 setup(
     ext_modules=[ops_extension(find_cuda()), host_extension()],
