@@ -118,7 +118,7 @@ class PrefillConsumer {
     release_value();
   }
 
-  // Every row of the CTA sees every key of the step.
+  // Every row of the tile sees every key of the step.
   __device__ __forceinline__ bool is_full(int step) const { return step >= full_begin_ && step < full_end_; }
 
   template <bool kMasked>
