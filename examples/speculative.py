@@ -41,25 +41,25 @@ class Model:
 
 def speculate(target, draft, prompt: list[int], count: int, width: int = 4) -> tuple[list[int], int]:
     """``count`` greedy tokens of ``target``, and the number of its forward passes."""
-    main, helper = Model(target, prompt), Model(draft, prompt)
+    main, drafter = Model(target, prompt), Model(draft, prompt)
     tokens = [*prompt, main.run(prompt)[-1]]
     main.cache.commit("s", prompt)
     passes = 1
     while len(tokens) < len(prompt) + count:
         proposal = []
         for _ in range(width):  # the draft catches up and goes ahead, committing as it goes
-            pending = (tokens + proposal)[helper.cache.length("s") :]
-            proposal.append(helper.run(pending)[-1])
-            helper.cache.commit("s", pending)
+            pending = (tokens + proposal)[drafter.cache.length("s") :]
+            proposal.append(drafter.run(pending)[-1])
+            drafter.cache.commit("s", pending)
         verified = main.run([tokens[-1], *proposal])  # one call over width + 1 tokens
         passes += 1
         accepted = next((i for i in range(width) if verified[i] != proposal[i]), width)
         main.cache.commit("s", [tokens[-1], *proposal[:accepted]])
         tokens += [*proposal[:accepted], verified[accepted]]
-        ahead = helper.cache.length("s") - (len(tokens) - 1)
+        ahead = drafter.cache.length("s") - (len(tokens) - 1)
         if ahead > 0:
-            helper.cache.rollback("s", ahead)
-    for model in (main, helper):
+            drafter.cache.rollback("s", ahead)
+    for model in (main, drafter):
         model.cache.check()
     return tokens[len(prompt) : len(prompt) + count], passes
 
