@@ -48,9 +48,6 @@ ctest: $(VENV)/.environment
 	cmake --build build/host-tests -j $(JOBS)
 	ctest --test-dir build/host-tests --output-on-failure
 
-sanitize: $(INSTALLED)
-	$(PY) -m tests.sanitize
-
 # On a machine with a GPU: compute-sanitizer over a small selection of the suite.
 sanitize: $(INSTALLED)
 	$(PY) -m tests.sanitize memcheck racecheck synccheck initcheck
