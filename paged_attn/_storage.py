@@ -10,10 +10,12 @@ from .ops import copy_blocks, swap_blocks
 
 
 class KVStorage:
-    """One tensor for K and V of all layers, so that a copy or swap of blocks is one call however many layers.
+    """K and V of all layers: ``kv[2 * i]`` are the keys of layer i, ``kv[2 * i + 1]`` its values.
 
-    Logically ``[2 * num_layers, num_blocks, block_size, num_kv_heads, head_dim]``, keys of layer i at 2i, values at
-    2i + 1; ``layout`` decides what lies behind that. Arguments as for :class:`~paged_attn.PagedKVCache`.
+    Each is logically ``[num_blocks, block_size, num_kv_heads, head_dim]``; ``layout`` decides what lies behind that. On
+    the device none shares memory with another: torch.compile with dynamic shapes can lose writes to inputs that are
+    views of one storage. A copy or swap is one call however many layers. Arguments as for
+    :class:`~paged_attn.PagedKVCache`.
     """
 
     def __init__(
@@ -31,24 +33,33 @@ class KVStorage:
         device: torch.device,
         layout: str,
     ) -> None:
-        inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
         per_token = kv_dtype is not None and kv_scale == "token_head"
 
-        def allocate(count: int, **where: object) -> tuple[Tensor, Tensor | None]:
-            kv = torch.zeros((2 * num_layers, count, *inner, head_dim), dtype=kv_dtype or dtype, **where)
-            kv = kv if layout == "NHD" else kv.transpose(2, 3)
-            if kv_dtype is None:
-                return kv, None
-            shape = {"tensor": (1,), "head": (num_kv_heads,), "token_head": (count, block_size, num_kv_heads)}[kv_scale]
-            return kv, torch.ones((2 * num_layers, *shape), dtype=torch.float32, **where)
+        dims = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
 
-        def arrays(kv: Tensor, scales: Tensor | None) -> list[Tensor]:
-            """Everything that belongs to a block, as tensors with the block first."""
-            return [*kv.unbind(0), *(scales.unbind(0) if per_token else ())]
+        def kv_like(tensor: Tensor) -> Tensor:
+            return tensor if layout == "NHD" else tensor.transpose(1, 2)
 
-        self.kv, self.scales = allocate(num_blocks, device=device)
-        self._arrays = arrays(self.kv, self.scales)
-        self._host_arrays = arrays(*allocate(num_host_blocks, device="cpu", pin_memory=device.type == "cuda"))
+        def scale_shape(count: int) -> tuple[int, ...]:
+            shapes = {"tensor": (1,), "head": (num_kv_heads,), "token_head": (count, block_size, num_kv_heads)}
+            return shapes[kv_scale]
+
+        count = 2 * num_layers
+        element = kv_dtype or dtype
+        self.kv = [
+            kv_like(torch.zeros((num_blocks, *dims, head_dim), dtype=element, device=device)) for _ in range(count)
+        ]
+        self.scales = None
+        if kv_dtype is not None:
+            self.scales = [torch.ones(scale_shape(num_blocks), device=device) for _ in range(count)]
+        self._arrays = [*self.kv, *(self.scales if per_token else ())]
+
+        # Host blocks in one piece: pinned allocations are rounded up, each of them.
+        pinned = {"pin_memory": device.type == "cuda"}
+        host_kv = torch.zeros((count, num_host_blocks, *dims, head_dim), dtype=element, **pinned)
+        self._host_arrays = [kv_like(tensor) for tensor in host_kv.unbind(0)]
+        if per_token:
+            self._host_arrays += torch.ones((count, *scale_shape(num_host_blocks)), **pinned).unbind(0)
 
     def copy(self, pairs: np.ndarray) -> None:
         """Copy blocks, ``pairs`` int64 ``[n, 2]``: from, to."""
