@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,16 @@ def test_an_architecture_list_is_honoured(tmp_path, surroundings, toolkit):
     flags = (toolkit / "bin" / "nvcc.log").read_text()
     assert "compute_86,code=sm_86" in flags
     assert "compute_90a" not in flags
+
+
+def test_a_source_distribution_holds_every_source(tmp_path, surroundings):
+    """Headers and CUDA files too, whatever this build leaves out; nothing that was compiled."""
+    command = ("egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path / "dist")
+    result = build(tmp_path, surroundings, *command)
+    assert result.returncode == 0, result.stderr[-2000:]
+    with tarfile.open(next((tmp_path / "dist").iterdir())) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")}
+    assert sources <= names
+    assert "paged_attn/py.typed" in names
+    assert not any(name.endswith(".so") for name in names)
