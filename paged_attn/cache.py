@@ -13,8 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import _host, capacity, pool_view
-from ._host import OutOfBlocks
+try:
+    from . import _host
+    from ._host import OutOfBlocks
+except ImportError as error:
+    raise ImportError(
+        "paged_attn._host is not built for this Python: run `pip install .` or `python setup.py build_ext --inplace`"
+    ) from error
+from . import capacity, pool_view
 from ._staging import Staging
 from ._storage import KVStorage
 from .cache_types import Admission, Batch, CacheCorrupted, CacheStats, Pin

@@ -50,18 +50,20 @@ def test_an_older_torch_is_named():
     assert "2.11" in message
 
 
-def copied(folder, *, compiled=True):
+def copied(folder, *, without=()):
     """A second copy of the package."""
-    ignored = shutil.ignore_patterns("__pycache__", *([] if compiled else ["_C*"]))
+    ignored = shutil.ignore_patterns("__pycache__", *without)
     shutil.copytree(PACKAGE, folder / "paged_attn", ignore=ignored)
     return folder
 
 
-def test_a_missing_library_is_named(tmp_path):
-    result = python("import paged_attn", copied(tmp_path, compiled=False))
+@pytest.mark.parametrize(("library", "name"), [("_C*", "_C.abi3.so"), ("_host*", "paged_attn._host")])
+def test_a_missing_library_is_named(tmp_path, library, name):
+    result = python("import paged_attn", copied(tmp_path, without=[library]))
     message = result.stderr.strip().splitlines()[-1]
     assert message.startswith("ImportError")
-    assert str(tmp_path / "paged_attn" / "_C.abi3.so") in message
+    assert name in message
+    assert "build_ext --inplace" in message
 
 
 def test_two_copies_register_once(tmp_path):
