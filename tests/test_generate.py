@@ -87,8 +87,10 @@ def test_serve_bench_csv_and_arrivals(tmp_path, device, capsys):
     assert main([*command, "--num-blocks", "64", "--no-cuda-graphs"]) == 0
     assert "2 of 2 completed, 12 prompt and 5 output tokens" in capsys.readouterr().out
     trace.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="input_len"):
+    with pytest.raises(SystemExit, match="input_len"):
         main(command)
+    with pytest.raises(SystemExit, match="the cache holds 16"):
+        main([*command[:1], "--num-blocks", "1", "--device", device])
 
 
 def test_lognormal_set_is_the_documented_one():

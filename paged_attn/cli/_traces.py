@@ -33,13 +33,24 @@ def lognormal(count: int, seed: int = LOGNORMAL_SEED) -> list[Load]:
     return [Load(int(i), int(o)) for i, o in zip(inputs, outputs)]
 
 
+def read_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Columns input_len and output_len of a CSV, int64 ``[num_requests]`` each; without them the command ends."""
+    try:
+        with path.open(newline="") as file:
+            rows = [(int(row["input_len"]), int(row["output_len"])) for row in csv.DictReader(file)]
+    except OSError as error:
+        sys.exit(f"--trace: {error}")
+    except (KeyError, TypeError, ValueError):
+        sys.exit(f"--trace: {path} needs columns input_len and output_len with integers")
+    if not rows:
+        sys.exit(f"--trace: {path} holds no request")
+    inputs, outputs = np.array(rows, dtype=np.int64).T
+    return inputs, outputs
+
+
 def from_csv(path: Path, count: int | None, max_len: int) -> list[Load]:
-    """The first ``count`` rows of a CSV with columns input_len and output_len that fit ``max_len`` tokens."""
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if not {"input_len", "output_len"} <= set(reader.fieldnames or ()):
-            raise ValueError(f"{path}: expected columns input_len and output_len, got {reader.fieldnames}")
-        loads = [Load(max(1, int(row["input_len"])), max(1, int(row["output_len"]))) for row in reader]
+    """The first ``count`` requests of a CSV (see :func:`read_csv`) that fit ``max_len`` tokens."""
+    loads = [Load(max(1, int(i)), max(1, int(o))) for i, o in zip(*read_csv(path))]
     return [load for load in loads if load.input_len + load.output_len <= max_len][:count]
 
 

@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
 
 def cuda_build() -> str:
     if not registered("paged_attention", "CUDA"):
-        return "not built (no nvcc at build time)"
+        return "not built (no nvcc at build time, or PAGED_ATTN_CUDA=0)"
     toolkit, driver, architectures = torch.ops.paged_attn.build_info().split("|")
     return f"toolkit {toolkit}, driver for CUDA {driver}, architectures {architectures}"
 

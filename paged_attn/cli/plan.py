@@ -1,19 +1,18 @@
 """How many sequences a memory budget holds, and what each block size wastes."""
 
 import argparse
-import csv
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from .. import capacity
+from paged_attn import capacity
+from paged_attn.cli._models import DTYPES
+from paged_attn.cli._traces import read_csv
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def memory_size(text: str) -> int:
@@ -37,27 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-heads", type=positive, required=True)
     parser.add_argument("--head-dim", type=positive, required=True)
     parser.add_argument("--memory", type=memory_size, required=True, help="for the cache, such as 40GiB")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--block-sizes", type=positive, nargs="+", default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--trace", type=Path, help="CSV with columns input_len and output_len, one request a row")
     parser.add_argument("--input-len", type=positive, default=1024, help="prompt tokens, without a trace")
     parser.add_argument("--output-len", type=positive, default=256, help="output tokens, without a trace")
     parser.add_argument("--max-len", type=positive, default=4096, help="of contiguous reservations to compare with")
-
-
-def read_trace(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Input and output lengths, int64 ``[num_requests]`` each."""
-    try:
-        with path.open(newline="") as file:
-            rows = [(int(row["input_len"]), int(row["output_len"])) for row in csv.DictReader(file)]
-    except OSError as error:
-        sys.exit(f"--trace: {error}")
-    except (KeyError, TypeError, ValueError):
-        sys.exit(f"--trace: {path} needs columns input_len and output_len with integers")
-    if not rows:
-        sys.exit(f"--trace: {path} holds no request")
-    inputs, outputs = np.array(rows, dtype=np.int64).T
-    return inputs, outputs
 
 
 def size(num_bytes: float) -> str:
@@ -75,14 +59,14 @@ def table(rows: list[list[str]]) -> str:
 
 def main(args: argparse.Namespace) -> int:
     if args.trace:
-        inputs, outputs = read_trace(args.trace)
+        inputs, outputs = read_csv(args.trace)
         what = f"{args.trace.name}: {len(inputs):,} requests"
     else:
         inputs, outputs = np.array([args.input_len]), np.array([args.output_len])
         what = "requests of one kind"
     lengths = inputs + outputs
     shape = {"num_layers": args.layers, "num_kv_heads": args.kv_heads, "head_dim": args.head_dim}
-    float_options = {"dtype": _DTYPES[args.dtype]}
+    float_options = {"dtype": DTYPES[args.dtype]}
     fp8_options = {"kv_dtype": torch.float8_e4m3fn}
     per_token = [capacity.bytes_per_block(**shape, block_size=1, **options) for options in (float_options, fp8_options)]
 

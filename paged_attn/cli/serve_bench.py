@@ -135,7 +135,10 @@ def serve(engine, loads: list[traces.Load], prompts: list[list[int]]) -> Run:
         now = time.perf_counter() - began
         while submitted < len(loads) and loads[submitted].arrival <= now:
             params = SamplingParams(max_tokens=loads[submitted].output_len, ignore_eos=True)
-            engine.add_request(prompts[submitted], params, request_id=submitted)
+            try:
+                engine.add_request(prompts[submitted], params, request_id=submitted)
+            except ValueError as error:
+                sys.exit(f"request {submitted}: {error}")
             submitted += 1
         if not engine.has_work:
             time.sleep(min(0.01, loads[submitted].arrival - now))
