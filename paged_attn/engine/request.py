@@ -88,7 +88,6 @@ class Sequence:
     slot: int = -1
     cached_prompt: int = 0
     preemptions: int = 0
-    finish_reason: str | None = None
     token_times: list[float] = field(default_factory=list)
 
     def __post_init__(self):
