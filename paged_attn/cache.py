@@ -39,9 +39,10 @@ class PagedKVCache:
     A step: ``prepare`` makes room and returns the tensors that :func:`~paged_attn.write_kv` and
     :func:`~paged_attn.paged_attention` take; after the model ran, ``commit`` counts the tokens.
 
-    Every call either happens or raises with nothing changed. K/V are moved on the current stream of the device, so use
-    the cache on one stream, or order the streams. One thread schedules; ``stats``, ``describe``, ``length`` and the
-    other readers may run in any thread at any time and see the state before or after a call, never one in between.
+    Every call either happens or raises with nothing changed; a sequence id that is not in the cache raises
+    ``KeyError``. K/V are moved on the current stream of the device, so use the cache on one stream, or order the
+    streams. One thread schedules; ``stats``, ``describe``, ``length`` and the other readers may run in any thread at
+    any time and see the state before or after a call, never one in between.
 
     Args:
         num_layers, num_blocks, num_kv_heads, head_dim: the pool holds ``num_blocks * block_size`` tokens of each layer.
@@ -56,6 +57,9 @@ class PagedKVCache:
         watermark: share of the blocks that ``add`` leaves free for sequences that grow.
         partial_match: beyond whole blocks, copy the longest common part of the next block instead of computing it.
         events: keep a log of what happens to blocks, see ``events``.
+
+    Raises:
+        ValueError: an argument out of its range, by name.
     """
 
     def __init__(
@@ -220,7 +224,7 @@ class PagedKVCache:
 
         Raises:
             OutOfBlocks: too few blocks are free for all of them.
-            KeyError: an unknown sequence.
+            ValueError: a sequence stands twice or is preempted, or a negative length.
         """
         with self._lock:
             manager, staging = self._manager, self._staging
@@ -258,7 +262,11 @@ class PagedKVCache:
     def commit_batch(
         self, seq_ids: Sequence[Hashable], token_ids: TokenIds, counts: Sequence[int] | None = None
     ) -> None:
-        """``commit`` for a batch at once: ``counts[i]`` tokens of sequence i (default one), concatenated."""
+        """``commit`` for a batch at once: ``counts[i]`` tokens of sequence i (default one), concatenated.
+
+        Raises:
+            ValueError: as ``commit``, or ``token_ids`` are not as many as the counts say; no sequence advances then.
+        """
         with self._lock:
             self._manager.commit_batch(self._handles, seq_ids, token_ids, counts)
 
@@ -267,12 +275,19 @@ class PagedKVCache:
 
         Blocks that this changes and nobody else holds are no longer findable. A prompt that is not computed to its end
         stays registered whole; otherwise other tokens may follow.
+
+        Raises:
+            ValueError: ``num_tokens`` is negative or more than are committed, or reaches into released blocks.
         """
         with self._lock:
             self._manager.rollback(self._handles[seq_id], num_tokens)
 
     def fork(self, seq_id: Hashable, new_seq_ids: Sequence[Hashable]) -> None:
-        """New sequences that share every block of ``seq_id``; whoever first writes a shared block gets a copy."""
+        """New sequences that share every block of ``seq_id``; whoever first writes a shared block gets a copy.
+
+        Raises:
+            ValueError: a new name is in use or stands twice, or the sequence is preempted.
+        """
         with self._lock:
             handle = self._handles[seq_id]
             if isinstance(new_seq_ids, str):
@@ -292,7 +307,10 @@ class PagedKVCache:
     def release_before(self, seq_id: Hashable, position: int) -> None:
         """Give back the blocks wholly before ``position``, which a sliding window no longer sees.
 
-        The block table keeps its shape. ``position`` goes up to ``length(seq_id)``.
+        The block table keeps its shape.
+
+        Raises:
+            ValueError: ``position`` is not from 0 to ``length(seq_id)``, or the sequence is preempted.
         """
         with self._lock:
             self._manager.release_before(self._handles[seq_id], position)

@@ -1,4 +1,4 @@
-"""Group H, build: each surrounding works, or stops with one line that names what is missing.
+"""Build (group H): each surrounding works, or stops with one line that names what is missing.
 
 A stand-in compiler writes empty files, so that a build takes seconds; what the sources compile to is tested elsewhere.
 """

@@ -1,4 +1,4 @@
-"""Group D of the fault catalogue, and the dtype row of A: write, gather, copy, swap."""
+"""Write, gather, copy, swap (group D), and the dtypes of indices."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Group E of the fault catalogue and D-host-map: graphs, streams, devices."""
+"""Graphs, streams, devices (group E), and mappings on the host."""
 
 import math
 

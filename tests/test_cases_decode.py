@@ -1,4 +1,4 @@
-"""Groups A and B of the fault catalogue: addresses, tails, shapes; splits, partial results and LSE."""
+"""Addresses, tails, shapes (group A); splits, partial results and LSE (group B)."""
 
 import math
 

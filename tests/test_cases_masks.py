@@ -1,4 +1,4 @@
-"""Group C of the fault catalogue: masks and score modifiers, each with its number."""
+"""Masks and score modifiers (group C), each with its number."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Group H, import: fresh interpreters, load order, versions, two copies."""
+"""Import (group H): fresh interpreters, load order, versions, two copies."""
 
 import inspect
 import os

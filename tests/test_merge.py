@@ -1,4 +1,4 @@
-"""Group B, merge: combining partial results over disjoint keys."""
+"""Merge (group B): combining partial results over disjoint keys."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Group G, mutation: schemas, fake implementations and compilation of every registered op."""
+"""What PyTorch asks of ops (group G): schemas, fake implementations and compilation of every registered op."""
 
 from functools import partial
 

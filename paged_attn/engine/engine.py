@@ -249,6 +249,7 @@ class Engine:
         return sorted(done, key=lambda completion: (order[completion.request_id], completion.index))
 
     def stats(self) -> EngineStats:
+        """Counts so far; the object is updated as the engine runs."""
         self._counts.preemptions = self.scheduler.num_preemptions
         return self._counts
 
