@@ -408,7 +408,6 @@ struct Ops {
   static int64_t element(const Tensor& t, int64_t i) {
     return static_cast<const int32_t*>(t.data_ptr())[i * t.stride(0)];
   }
-  static Tensor packed_pairs(const Tensor& mapping) { return torch::stable::contiguous(mapping); }
 };
 
 template <class Backend, class Library>

@@ -59,9 +59,8 @@ struct AttentionParams {
   int max_seqlen_q;  // a bound on the query tokens of a sequence; 0: unknown
 
   AttentionBackend backend;
-  bool
-      metadata_ready;  // block_table, seq_lens, cu_seqlens_q are final before the preceding kernel on the stream starts
-  bool pdl;            // programmatic dependent launch allowed
+  bool metadata_ready;  // block_table, seq_lens, cu_seqlens_q are final before the stream's preceding kernel starts
+  bool pdl;             // programmatic dependent launch allowed
 };
 
 struct KvWriteParams {
