@@ -282,13 +282,13 @@ def main() -> None:
     torch.manual_seed(0)
 
     changes: dict[str, object] = {"layout": arguments.layout}
-    if arguments.kv == "fp8":
+    quantised = arguments.kv == "fp8"
+    if quantised:
         one = torch.ones(1)
         changes |= {"kv_dtype": torch.float8_e4m3fn, "options": {"k_scale": one, "v_scale": one}}
-    quantised = arguments.kv == "fp8"
     columns = ["ceiling", "default", "ready", "no PDL", "batch invariant", "mma", "torch SDPA", "FlashInfer"]
     ours = ["default", "ready", "mma"]
-    rounds, quantised = arguments.rounds, arguments.kv == "fp8"
+    rounds = arguments.rounds
     if quantised:
         columns.remove("no PDL")
     sections = {
