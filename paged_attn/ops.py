@@ -1,4 +1,6 @@
-"""The operations, as thin wrappers of ``torch.ops.paged_attn``; contents of tensors are never read on the host.
+"""The operations, as thin wrappers of ``torch.ops.paged_attn``.
+
+Contents of tensors on a GPU are never read on the host, except for lengths by ``gather_kv`` without ``total_tokens``.
 
 Words and shapes used throughout: ``num_seqs`` sequences with ``num_tokens`` query tokens in all; a pool of
 ``num_blocks`` blocks of ``block_size`` token slots; ``slot = block * block_size + offset``. Caches are logically
