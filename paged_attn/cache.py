@@ -227,7 +227,7 @@ class PagedKVCache:
             ValueError: a sequence stands twice or is preempted, or a negative length.
         """
         with self._lock:
-            manager, staging = self._manager, self._staging
+            manager, staging, num_seqs = self._manager, self._staging, len(seq_ids)
             buffer = staging.array() if staging else None
             step, copies, num_tokens, width, num_bytes, max_seqlen_q = manager.prepare(
                 self._handles, seq_ids, query_lens, buffer
@@ -240,7 +240,6 @@ class PagedKVCache:
                         buffer = staging.array(num_bytes)
                 step = manager.finish_prepare(buffer)
             flat = staging.upload(num_bytes) if staging else torch.from_numpy(step)
-        num_seqs = len(seq_ids)
         slot_mapping, positions, rest = flat.split((num_tokens, num_tokens, len(flat) - 2 * num_tokens))
         ints = rest.view(torch.int32)
         table_size = num_seqs * width

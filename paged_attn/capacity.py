@@ -10,6 +10,16 @@ import torch
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 KV_SCALES = ("tensor", "head", "token_head")
+_SAME_FOR_ALL = {
+    "num_blocks",
+    "device",
+    "layout",
+    "num_host_blocks",
+    "enable_prefix_caching",
+    "watermark",
+    "partial_match",
+    "events",
+}
 
 
 def check_count(name: str, value: int, least: int) -> None:
@@ -50,12 +60,14 @@ def bytes_per_block(
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
     kv_scale: str = "tensor",
-    **_same_for_all: Any,
+    **others: Any,
 ) -> int:
     """Bytes of one block over all layers, K and V, scales a token included.
 
     Takes the constructor's keywords; those that do not matter here are ignored.
     """
+    for name in others.keys() - _SAME_FOR_ALL:
+        raise TypeError(f"bytes_per_block() got an unexpected keyword argument {name!r}")
     check_config(num_layers, num_kv_heads, head_dim, block_size, dtype, kv_dtype, kv_scale)
     row = head_dim * (kv_dtype or dtype).itemsize
     if kv_dtype is not None and kv_scale == "token_head":

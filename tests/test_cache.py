@@ -49,6 +49,13 @@ def test_bytes_per_block_and_budget():
     assert cache.num_blocks == cache.num_free_blocks == 4
 
 
+def test_bytes_per_block_knows_the_constructors_names():
+    options = {"layout": "NHD", "watermark": 0.5, "num_host_blocks": 3, "enable_prefix_caching": False}
+    assert PagedKVCache.bytes_per_block(1, 1, 8, num_blocks=7, device="cpu", **options) == 512
+    with pytest.raises(TypeError, match="blocksize"):
+        PagedKVCache.bytes_per_block(1, 1, 8, blocksize=32)
+
+
 def test_a_share_is_of_the_free_memory(monkeypatch):
     small = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "block_size": 1, "device": "cpu"}
     monkeypatch.setattr(paged_attn.capacity, "free_memory", lambda device: 500)  # of 1000, others use 500
@@ -140,6 +147,15 @@ def test_prepare_may_be_repeated_and_less_committed():
     assert cache.prepare(["a"], [1]).positions.tolist() == [5]
     assert len(cache.block_ids("a")) == 2
     cache.check()
+
+
+def test_prepare_refuses_names_that_it_cannot_count():
+    cache = make()
+    cache.add("a", range(6))
+    before = cache.block_ids("a")
+    with pytest.raises(TypeError):
+        cache.prepare((name for name in ["a"]), [20])
+    assert cache.block_ids("a") == before
 
 
 def test_prepare_is_all_or_nothing():

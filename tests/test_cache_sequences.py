@@ -272,6 +272,25 @@ def test_swap_in_with_one_block_too_few():  # F-preempt
     assert contents(cache, "a") == list(range(12))
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_resume_reads_the_host_not_free_blocks(device, caching):  # unallocated blocks may hold anything
+    cache = make(6, device=device, num_host_blocks=4, enable_prefix_caching=caching)
+    add_and_run(cache, "a", range(6))
+    cache.fork("a", ["b"])
+    before = cache.block_ids("a")
+    cache.preempt("a", "swap")
+    cache.preempt("b", "swap")
+    for tensor in (*cache.layer(0), *cache.layer(1)):
+        tensor.fill_(torch.nan)
+    assert cache.resume("a") == 0
+    assert cache.block_ids("a") == before
+    assert cache.stats().swaps == 4
+    assert cache.resume("b") == 0
+    assert cache.stats().swaps == 4  # the shared blocks are there
+    assert contents(cache, "a") == contents(cache, "b") == list(range(6))
+    cache.check()
+
+
 def test_a_full_host_pool_refuses_or_falls_back():  # F-preempt
     cache = make(num_host_blocks=2)
     add_and_run(cache, "a", range(8))

@@ -7,7 +7,8 @@
 namespace paged_attn::host {
 
 // A device block and the host block with the same bytes stay linked while both last and the device block is not
-// written: a block shared by several sequences moves once, and one that is still on the device need not move back.
+// written: a block shared by several sequences moves once, and one that others still hold on the device need not move
+// back. One that nobody holds is taken again and written again: what lies in a free block does not count.
 
 void BlockManager::begin_swap_out(Handle handle) {
   PlanGuard guard(*this);
@@ -113,10 +114,9 @@ void BlockManager::plan_swap_in(const Sequence& sequence) {
   for (size_t i = sequence.num_released; i < sequence.blocks.size(); ++i) {
     const BlockId host = sequence.blocks[i];
     const BlockId device = host == kNoBlock ? kNoBlock : host_[host].device_copy;
-    plan_.hits.push_back(device != kNoBlock ? device : *fresh);
-    if (device != kNoBlock) continue;
-    if (host != kNoBlock) plan_.pairs.emplace_back(host, *fresh);
-    ++fresh;
+    const bool held = device != kNoBlock && pool_[device].num_holders > 0;
+    plan_.hits.push_back(device != kNoBlock ? device : *fresh++);
+    if (host != kNoBlock && !held) plan_.pairs.emplace_back(host, plan_.hits.back());
   }
   log_.reserve(4 * sequence.blocks.size());
 }
@@ -149,7 +149,9 @@ void BlockManager::finish_swap_in(Sequence& sequence) noexcept {
         log_.add(EventKind::kSwappedIn, sequence.serial, device, host);
       }
     } else {
+      const bool moved = pool_[device].num_holders == 0;
       share(device, sequence.serial);
+      if (moved) log_.add(EventKind::kSwappedIn, sequence.serial, device, host);
     }
     if (host != kNoBlock) release_host(host);
     sequence.blocks[i] = device;

@@ -118,7 +118,10 @@ Salt to_salt(const py::object& salt) {
   if (!py::isinstance<py::str>(salt)) {
     throw std::invalid_argument("salt: expected a string or None, got " + std::string(py::str(py::type::of(salt))));
   }
-  return salt.cast<std::string>();
+  // Strings that are no valid Unicode have bytes too, each its own.
+  const auto bytes = py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(salt.ptr(), "utf-8", "surrogatepass"));
+  if (!bytes) throw py::error_already_set();
+  return static_cast<std::string>(bytes);
 }
 
 py::array pairs_array(const BlockManager& manager) {
