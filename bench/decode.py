@@ -143,8 +143,8 @@ class Inputs:
     def no_pdl(self) -> common.Kernel:
         op, scale = torch.ops.paged_attn.paged_attention.out, self.case.head_dim**-0.5
         starts, longest = self.options.get("cu_seqlens_q"), self.options.get("max_seqlen_q", 0)
-        fixed = (starts, scale, True, 0, 0.0, None, None, None, None, False, longest, NO_PDL, self.out, None)
-        return lambda i: op(self.query, *self.caches[i % self.sets], self.table, self.seq_lens, *fixed)
+        fixed = (starts, scale, True, None, 0.0, None, None, None, None, False, longest, NO_PDL)
+        return lambda i: op(self.query, *self.caches[i % self.sets], self.table, self.seq_lens, *fixed, out=self.out)
 
     def ceiling(self) -> common.Kernel | None:
         case = self.case

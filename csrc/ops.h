@@ -26,11 +26,11 @@ using OptionalTensor = std::optional<Tensor>;
 
 inline AttentionParams attention_params(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                                         const Tensor& block_table, const Tensor& seq_lens,
-                                        const OptionalTensor& cu_seqlens_q, double scale, bool causal,
-                                        int64_t window_size, double softcap, const OptionalTensor& alibi_slopes,
-                                        const OptionalTensor& sinks, const OptionalTensor& k_scale,
-                                        const OptionalTensor& v_scale, bool batch_invariant, int64_t max_seqlen_q,
-                                        int64_t flags) {
+                                        const OptionalTensor& cu_seqlens_q, std::optional<double> scale, bool causal,
+                                        std::optional<int64_t> window_size, double softcap,
+                                        const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                                        const OptionalTensor& k_scale, const OptionalTensor& v_scale,
+                                        bool batch_invariant, std::optional<int64_t> max_seqlen_q, int64_t flags) {
   AttentionParams p = {};
   check_dim("query", query, 3, "[num_tokens, num_heads, head_dim]");
   p.dtype = float_dtype("query", query);
@@ -54,11 +54,11 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key_c
   else if (query.size(0) != seq_lens.size(0))
     fail("query: expected ", seq_lens.size(0), " tokens (one a sequence, without cu_seqlens_q), got ", query.size(0));
 
-  if (!std::isfinite(scale)) fail("scale: expected a finite number, got ", scale);
+  if (scale && !std::isfinite(*scale)) fail("scale: expected a finite number, got ", *scale);
   if (!(softcap >= 0) || !std::isfinite(softcap))
     fail("softcap: expected a finite number of at least 0, got ", softcap);
-  if (window_size < 0) fail("window_size: expected None or at least 1, got ", window_size);
-  if (window_size > 0 && !causal) fail("window_size: expected None with causal=False, got ", window_size);
+  if (window_size && *window_size < 1) fail("window_size: expected None or at least 1, got ", *window_size);
+  if (window_size && !causal) fail("window_size: expected None with causal=False, got ", *window_size);
   for (auto [name, t] : {std::pair{"alibi_slopes", &alibi_slopes}, std::pair{"sinks", &sinks}}) {
     if (!*t) continue;
     check_dim(name, **t, 1, "[num_heads]");
@@ -73,7 +73,7 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key_c
     fail("v_scale: expected the kind of k_scale, per token or not, got shape ", shape_of(*v_scale));
   check_fits_int("query", query.size(0) * query.size(1));
   check_fits_int("block_table", block_table.size(1) * key_cache.size(1));
-  if (max_seqlen_q < 0) fail("max_seqlen_q: expected None or at least 0, got ", max_seqlen_q);
+  if (max_seqlen_q && *max_seqlen_q < 0) fail("max_seqlen_q: expected None or at least 0, got ", *max_seqlen_q);
 
   p.query = query.data_ptr();
   p.key_cache = key_cache.data_ptr();
@@ -97,12 +97,12 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key_c
   p.block_table_stride = block_table.stride(0);
   p.seq_lens_stride = seq_lens.stride(0);
   p.cu_seqlens_q_stride = cu_seqlens_q ? cu_seqlens_q->stride(0) : 0;
-  p.scale = scale;
+  p.scale = scale ? *scale : 1 / std::sqrt(double(p.head_dim));
   p.softcap = softcap;
-  p.window_size = window_size > INT32_MAX ? 0 : window_size;
+  p.window_size = window_size && *window_size <= INT32_MAX ? *window_size : 0;
   p.causal = causal;
   p.batch_invariant = batch_invariant;
-  p.max_seqlen_q = cu_seqlens_q ? std::min<int64_t>(max_seqlen_q, INT32_MAX) : 1;
+  p.max_seqlen_q = cu_seqlens_q ? std::min<int64_t>(max_seqlen_q.value_or(0), INT32_MAX) : 1;
   p.metadata_ready = flags & kFlagMetadataReady;
   p.pdl = !(flags & kFlagNoPdl);
   p.backend = flags & kFlagForceMma    ? AttentionBackend::kMma
@@ -161,10 +161,11 @@ template <class Backend>
 struct Ops {
   static void paged_attention_out(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                                   const Tensor& block_table, const Tensor& seq_lens, const OptionalTensor& cu_seqlens_q,
-                                  double scale, bool causal, int64_t window_size, double softcap,
-                                  const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                                  std::optional<double> scale, bool causal, std::optional<int64_t> window_size,
+                                  double softcap, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
                                   const OptionalTensor& k_scale, const OptionalTensor& v_scale, bool batch_invariant,
-                                  int64_t max_seqlen_q, int64_t flags, const Tensor& out, const OptionalTensor& lse) {
+                                  std::optional<int64_t> max_seqlen_q, int64_t flags, const Tensor& out,
+                                  const OptionalTensor& lse) {
     AttentionParams p =
         attention_params(query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, scale, causal, window_size,
                          softcap, alibi_slopes, sinks, k_scale, v_scale, batch_invariant, max_seqlen_q, flags);
@@ -186,9 +187,10 @@ struct Ops {
 
   static std::tuple<Tensor, Tensor> paged_attention(
       const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
-      const Tensor& seq_lens, const OptionalTensor& cu_seqlens_q, double scale, bool causal, int64_t window_size,
-      double softcap, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, const OptionalTensor& k_scale,
-      const OptionalTensor& v_scale, bool batch_invariant, int64_t max_seqlen_q, int64_t flags, bool return_lse) {
+      const Tensor& seq_lens, const OptionalTensor& cu_seqlens_q, std::optional<double> scale, bool causal,
+      std::optional<int64_t> window_size, double softcap, const OptionalTensor& alibi_slopes,
+      const OptionalTensor& sinks, const OptionalTensor& k_scale, const OptionalTensor& v_scale, bool batch_invariant,
+      std::optional<int64_t> max_seqlen_q, int64_t flags, bool return_lse) {
     check_dim("query", query, 3, "[num_tokens, num_heads, head_dim]");
     Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)});
     Tensor lse = torch::stable::new_empty(query, {return_lse ? query.size(0) : 0, query.size(1)}, ScalarType::Float);

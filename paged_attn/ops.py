@@ -9,8 +9,9 @@ Words and shapes used throughout: ``num_seqs`` sequences with ``num_tokens`` que
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,22 +109,18 @@ def paged_attention(
     Raises:
         ValueError: arguments that do not fit together, or that the forced backend cannot serve.
     """
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    if window_size is None:
-        window_size = 0
-    elif window_size < 1:
+    if window_size is not None and window_size < 1:
         raise ValueError(f"window_size: expected None or at least 1, got {window_size}")
     if backend not in _BACKEND_FLAGS:
         raise ValueError(f"backend: expected one of {', '.join(_BACKEND_FLAGS)}, got {backend!r}")
     flags = _BACKEND_FLAGS[backend] | (_FLAG_METADATA_READY if metadata_ready else 0)
     args = (query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, scale, causal, window_size, softcap)
-    args += (alibi_slopes, sinks, k_scale, v_scale, batch_invariant, max_seqlen_q or 0, flags)
+    args += (alibi_slopes, sinks, k_scale, v_scale, batch_invariant, max_seqlen_q, flags)
     if out is None:
         out, lse = _attention(*args, return_lse)
     else:
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
-        _attention_out(*args, out, lse)
+        _attention_out(*args, out=out, lse=lse)
     return (out, lse) if return_lse else out
 
 
@@ -199,14 +196,15 @@ def copy_blocks(caches: Sequence[Tensor] | Tensor, block_mapping: Tensor) -> Non
     """Copy whole blocks within each cache, in place, as if every source were read before any destination is written.
 
     Args:
-        caches: tensors ``[num_blocks, ...]`` on one device, or one stacked ``[num_layers, num_blocks, ...]``.
+        caches: tensors ``[num_blocks, ...]`` on one device, or one stacked ``[num_layers, num_blocks, block_size,
+            num_kv_heads, head_dim]``.
         block_mapping: int64 ``[num_pairs, 2]``, source and destination, on the host or on the caches' device. On the
             device, pairs with an id out of range are skipped.
 
     Raises:
         ValueError: a destination named twice or an id out of range (mapping on the host), or caches that do not fit.
     """
-    _copy_blocks(_as_list(caches), block_mapping)
+    _copy_blocks(_as_list("caches", caches), block_mapping)
 
 
 def swap_blocks(src: Sequence[Tensor] | Tensor, dst: Sequence[Tensor] | Tensor, block_mapping: Tensor) -> None:
@@ -221,7 +219,7 @@ def swap_blocks(src: Sequence[Tensor] | Tensor, dst: Sequence[Tensor] | Tensor, 
     Raises:
         ValueError: a destination named twice, an id out of range, or caches that do not fit; nothing has moved then.
     """
-    src, dst = _as_list(src), _as_list(dst)
+    src, dst = _as_list("src", src), _as_list("dst", dst)
     pinned = all(t.is_pinned() for t in (*src, *dst) if t.device.type == "cpu") if torch.cuda.is_available() else False
     _swap_blocks(src, dst, block_mapping, pinned)
 
@@ -290,23 +288,59 @@ def merge_attn_states(
     return out, out_lse
 
 
-def _as_list(caches: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    return list(caches.unbind(0)) if isinstance(caches, Tensor) else list(caches)
+def _as_list(name: str, caches: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    if not isinstance(caches, Tensor):
+        return list(caches)
+    if caches.dim() != 5:
+        shape = "[num_layers, num_blocks, block_size, num_kv_heads, head_dim]"
+        raise ValueError(f"{name}: expected a list of tensors, or one {shape}, got {list(caches.shape)}")
+    return list(caches.unbind(0))
 
 
-def _fake(name: str):
-    return torch.library.register_fake(f"paged_attn::{name}", allow_override=True)
+# On tensors without data no kernel runs, nor its checks: devices that do not fit are refused here.
+def _check_devices(arguments: dict[str, Any]) -> None:
+    tensors = [
+        (name, tensor)
+        for name, value in arguments.items()
+        for tensor in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(tensor, Tensor)
+    ]
+    for name, tensor in tensors:
+        like_name, like = tensors[0]
+        device = tensor.device
+        on_host = name == "block_mapping" and device.type == "cpu"
+        other_side = name == "dst" and "meta" not in (device.type, like.device.type)
+        if device != like.device and not on_host and not other_side:
+            raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {device}")
+
+
+def _fake(name: str) -> Callable[[Callable], Callable]:
+    """Register a function of an op's arguments by name; those at their defaults may be missing."""
+    packet, overload = f"{name}.default".split(".")[:2]
+    parameters = [
+        argument.name for argument in getattr(getattr(torch.ops.paged_attn, packet), overload)._schema.arguments
+    ]
+
+    def register(shapes: Callable) -> Callable:
+        def fake(*args: Any, **options: Any) -> Any:
+            arguments = dict(zip(parameters, args)) | options
+            _check_devices(arguments)
+            return shapes(**arguments)
+
+        torch.library.register_fake(f"paged_attn::{name}", fake, allow_override=True)
+        return shapes
+
+    return register
 
 
 @_fake("paged_attention")
-def _(query, *args):
-    return_lse = args[-1]
+def _(query, return_lse=False, **_):
     lse_tokens = query.shape[0] if return_lse else 0
     return query.new_empty(query.shape), query.new_empty((lse_tokens, query.shape[1]), dtype=torch.float32)
 
 
 @_fake("gather_kv")
-def _(key_cache, value_cache, block_table, seq_lens, seq_starts, k_scale, v_scale, out_dtype, total_tokens):
+def _(key_cache, value_cache, out_dtype=None, total_tokens=None, **_):
     tokens = torch.library.get_ctx().new_dynamic_size() if total_tokens is None else total_tokens
     if out_dtype is None:
         out_dtype = torch.bfloat16 if key_cache.dtype.itemsize == 1 else key_cache.dtype
@@ -315,7 +349,7 @@ def _(key_cache, value_cache, block_table, seq_lens, seq_starts, k_scale, v_scal
 
 
 @_fake("merge_attn_states")
-def _(output_a, lse_a, output_b, lse_b):
+def _(output_a, lse_a, **_):
     return output_a.new_empty(output_a.shape), lse_a.new_empty(lse_a.shape)
 
 
@@ -325,5 +359,5 @@ def _(output_a, lse_a, output_b, lse_b):
 @_fake("merge_attn_states.out")
 @_fake("copy_blocks")
 @_fake("swap_blocks")
-def _(*args):
+def _(**_):
     return None

@@ -192,6 +192,9 @@ def swap_blocks(src: Caches, dst: Caches, block_mapping: Tensor) -> None:
         ValueError: an id out of range, or a destination named twice; nothing has changed then.
     """
     pairs = block_mapping.tolist()
+    for name, caches in (("src", src), ("dst", dst)):
+        if isinstance(caches, Tensor) and caches.dim() != 5:
+            raise ValueError(f"{name}: expected a list of tensors, or one of 5 dimensions, got {list(caches.shape)}")
     if len(src) != len(dst):
         raise ValueError(f"dst: expected {len(src)} caches like src, got {len(dst)}")
     for source, destination in zip(src, dst, strict=True):

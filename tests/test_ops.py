@@ -19,7 +19,7 @@ ALL_TESTS = ("test_schema", *FLOAT8_TESTS)
 def attention_arguments(device, query_lens=None, **batch_arguments):
     """Positional arguments of the op: the tensors, then every option at its default."""
     batch = peaky_batch([20, 5, 33], query_lens, device=device, **batch_arguments)
-    options = (batch.query.shape[-1] ** -0.5, True, 0, 0.0, None, None, batch.k_scale, batch.v_scale, False, 0, 0)
+    options = (batch.query.shape[-1] ** -0.5, True, None, 0.0, None, None, batch.k_scale, batch.v_scale, False, 0, 0)
     return (*list(vars(batch).values())[:6], *options)
 
 
@@ -41,7 +41,7 @@ def test_opcheck_attention_out(device, with_lse):
     arguments = attention_arguments(device)
     out = torch.empty_like(arguments[0])
     lse = out.new_empty(out.shape[:2]) if with_lse else None
-    opcheck(OPS.paged_attention.out, (*arguments, out, lse))
+    opcheck(OPS.paged_attention.out, arguments, {"out": out, "lse": lse})
 
 
 @pytest.mark.parametrize("scale_kind", [None, "head", "token_head"])
@@ -76,6 +76,78 @@ def test_opcheck_copy_and_swap(device):
     mapping = torch.tensor([[0, 2], [1, 3]])
     opcheck(OPS.copy_blocks.default, (caches, mapping.to(device)))
     opcheck(OPS.swap_blocks.default, (caches, host, mapping, False))
+
+
+def test_ops_have_the_defaults_of_the_functions(device):
+    """Each op by its arguments alone, and by name."""
+    batch = peaky_batch([20, 5, 33], device=device)
+    arguments = [batch.query, batch.key_cache, batch.value_cache, batch.block_table, batch.seq_lens]
+    expected = paged_attn.paged_attention(*arguments)
+    out = torch.empty_like(expected)
+    assert OPS.paged_attention.out(*arguments, out=out) is None
+    assert_same_bits(out, expected)
+    assert_same_bits(OPS.paged_attention(*arguments)[0], expected)
+    windowed = paged_attn.paged_attention(*arguments, window_size=4, softcap=2.0)
+    assert_same_bits(OPS.paged_attention(*arguments, window_size=4, softcap=2.0)[0], windowed)
+    opcheck(OPS.paged_attention.default, arguments, {"return_lse": True})
+    with pytest.raises(ValueError, match="window_size"):
+        OPS.paged_attention(*arguments, window_size=0)
+
+    row = torch.randn(1, 2, 64, device=device)
+    OPS.write_kv(row, row, *arguments[1:3], batch.block_table[0, :1].long() * 16)
+    keys, _ = OPS.gather_kv(*arguments[1:])
+    assert_same_bits(keys[:1], row)
+    opcheck(OPS.gather_kv.default, arguments[1:], {"total_tokens": 58})
+    host = [torch.zeros(batch.key_cache.shape)]
+    OPS.swap_blocks([batch.key_cache], host, torch.tensor([[0, 1]]))
+    assert_same_bits(host[0][1], batch.key_cache[0])
+
+
+def on_meta(name, tensors):
+    return [tensor.to("meta") if key == name else tensor for key, tensor in tensors.items()]
+
+
+@pytest.mark.parametrize("name", ["query", "key_cache", "value_cache", "block_table", "seq_lens"])
+def test_attention_refuses_one_tensor_without_data(name):
+    """No kernel runs, and so no check in it, where one tensor is on the meta device."""
+    tensors = dict(list(vars(peaky_batch([20, 5])).items())[:5])
+    with pytest.raises(ValueError, match="expected device"):
+        paged_attn.paged_attention(*on_meta(name, tensors))
+    with pytest.raises(ValueError, match="out: expected device"):
+        paged_attn.paged_attention(*tensors.values(), out=torch.empty_like(tensors["query"], device="meta"))
+    if name != "query":
+        with pytest.raises(ValueError, match="expected device"):
+            paged_attn.gather_kv(*on_meta(name, tensors)[1:])
+
+
+@pytest.mark.parametrize("name", ["key", "value", "key_cache", "value_cache", "slot_mapping"])
+def test_write_refuses_one_tensor_without_data(name):
+    key_cache, value_cache = make_cache(3, 16, 2, 64, dtype=torch.float32)
+    tensors = {
+        "key": torch.ones(2, 2, 64),
+        "value": torch.ones(2, 2, 64),
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "slot_mapping": torch.arange(2),
+    }
+    with pytest.raises(ValueError, match="expected device"):
+        paged_attn.write_kv(*on_meta(name, tensors))
+
+
+def test_moves_and_merge_refuse_one_tensor_without_data():
+    caches = list(make_cache(4, 16, 2, 64, dtype=torch.float32))
+    mapping = torch.tensor([[0, 1]])
+    with pytest.raises(ValueError, match="block_mapping: expected device"):
+        paged_attn.copy_blocks(caches, mapping.to("meta"))
+    with pytest.raises(ValueError, match="caches: expected device"):
+        paged_attn.copy_blocks([caches[0], caches[1].to("meta")], mapping)
+    with pytest.raises(ValueError, match="dst: expected device"):
+        paged_attn.swap_blocks(caches, [cache.to("meta") for cache in caches], mapping)
+    with pytest.raises(ValueError, match="block_mapping: expected device"):
+        paged_attn.swap_blocks(caches, caches, mapping.to("meta"))
+    output, lse = torch.zeros(3, 2, 64), torch.zeros(3, 2)
+    with pytest.raises(ValueError, match="lse_b: expected device"):
+        paged_attn.merge_attn_states(output, lse, output, lse.to("meta"))
 
 
 @pytest.mark.parametrize("num_seqs", [0, 3])

@@ -239,6 +239,21 @@ def test_copy_and_swap_refuse_mappings(ops, case):
         ops.swap_blocks(caches, host, MAPPING_MISTAKES[case])
 
 
+@pytest.mark.parametrize("shape", [(6, 16, 2, 64), (2, 2, 6, 16, 2, 64)])
+@pytest.mark.parametrize("module", [paged_attn, paged_attn.reference])
+def test_only_whole_stacks_are_copied(module, shape):
+    """One cache is no stack of layers: its blocks would be taken for layers. Nor is a stack of [2, NB, ...]."""
+    caches, whole = torch.zeros(shape), torch.zeros(2, 6, 16, 2, 64)
+    mapping = torch.tensor([[0, 1]])
+    for call in (
+        lambda: module.copy_blocks(caches, mapping),
+        lambda: module.swap_blocks(caches, whole, mapping),
+        lambda: module.swap_blocks(whole, caches, mapping),
+    ):
+        with pytest.raises(ValueError, match="expected a list of tensors, or one"):
+            call()
+
+
 def test_swap_refuses_pools_that_differ(ops):
     caches = list(make_cache(3, 16, 2, 64, dtype=torch.float32, device=ops.device))
     mapping = torch.tensor([[0, 1]])
