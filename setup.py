@@ -58,7 +58,7 @@ def find_cuda() -> Path | None:
             stop(f"CUDA_HOME={home} holds no bin/nvcc; correct it, or set PAGED_ATTN_CUDA=0 to build the CPU ops alone")
         root = Path(home)
     else:
-        nvcc = shutil.which("nvcc") or next((p for p in ["/usr/local/cuda/bin/nvcc"] if Path(p).exists()), None)
+        nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
         root = toolkit_root(nvcc) if nvcc else None
     if root is None and wanted == "1":
         stop("PAGED_ATTN_CUDA=1, but no nvcc was found; put it on PATH or set CUDA_HOME")

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -98,21 +99,8 @@ inline void check_last_stride(const char* name, const Tensor& t) {
     fail(name, ": expected a last stride of 1, got ", t.stride(last), " for shape ", shape_of(t));
 }
 
-inline DType float_dtype(const char* name, const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return DType::kFloat32;
-    case ScalarType::Half:
-      return DType::kFloat16;
-    case ScalarType::BFloat16:
-      return DType::kBFloat16;
-    default:
-      fail(name, ": expected dtype torch.float16, torch.bfloat16 or torch.float32, got ", name_of(t.scalar_type()));
-  }
-}
-
-inline DType cache_dtype(const char* name, const Tensor& t) {
-  switch (t.scalar_type()) {
+inline std::optional<DType> dtype_of(ScalarType type) {
+  switch (type) {
     case ScalarType::Float:
       return DType::kFloat32;
     case ScalarType::Half:
@@ -126,11 +114,25 @@ inline DType cache_dtype(const char* name, const Tensor& t) {
     case ScalarType::Char:
       return DType::kInt8;
     default:
-      fail(name,
-           ": expected dtype torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2 or "
-           "torch.int8, got ",
-           name_of(t.scalar_type()));
+      return std::nullopt;
   }
+}
+
+inline DType float_dtype(const char* name, ScalarType type) {
+  const std::optional<DType> dtype = dtype_of(type);
+  if (!dtype || is_quantized(*dtype))
+    fail(name, ": expected dtype torch.float16, torch.bfloat16 or torch.float32, got ", name_of(type));
+  return *dtype;
+}
+
+inline DType cache_dtype(const char* name, const Tensor& t) {
+  const std::optional<DType> dtype = dtype_of(t.scalar_type());
+  if (!dtype)
+    fail(name,
+         ": expected dtype torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2 or "
+         "torch.int8, got ",
+         name_of(t.scalar_type()));
+  return *dtype;
 }
 
 inline TokenStrides token_strides(const Tensor& t) { return {t.stride(0), t.stride(1)}; }

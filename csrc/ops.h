@@ -33,7 +33,7 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key_c
                                         bool batch_invariant, std::optional<int64_t> max_seqlen_q, int64_t flags) {
   AttentionParams p = {};
   check_dim("query", query, 3, "[num_tokens, num_heads, head_dim]");
-  p.dtype = float_dtype("query", query);
+  p.dtype = float_dtype("query", query.scalar_type());
   check_last_stride("query", query);
   check_caches(key_cache, value_cache);
   check_device("key_cache", key_cache, "query", query);
@@ -119,7 +119,7 @@ inline KvWriteParams kv_write_params(const Tensor& key, const Tensor& value, con
   p.cache_dtype = cache_dtype("key_cache", key_cache);
   for (auto [name, t] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
     check_dim(name, *t, 3, "[num_tokens, num_kv_heads, head_dim]");
-    p.dtype = float_dtype(name, *t);
+    p.dtype = float_dtype(name, t->scalar_type());
     if (!is_quantized(p.cache_dtype)) check_dtype(name, *t, key_cache.scalar_type(), " like key_cache");
     check_device(name, *t, "key_cache", key_cache);
     check_size(name, *t, 1, key_cache.size(2), "num_kv_heads of key_cache");
@@ -264,25 +264,12 @@ struct Ops {
       check_int32_vector("seq_starts", *seq_starts, block_table.size(0), "one a row of block_table", key_cache);
     p.k_scale = scale_view("k_scale", k_scale, key_cache);
     p.v_scale = scale_view("v_scale", v_scale, value_cache);
-    const ScalarType type = out_dtype                     ? *out_dtype
-                            : is_quantized(p.cache_dtype) ? ScalarType::BFloat16
-                                                          : key_cache.scalar_type();
-    switch (type) {
-      case ScalarType::Float:
-        p.out_dtype = DType::kFloat32;
-        break;
-      case ScalarType::Half:
-        p.out_dtype = DType::kFloat16;
-        break;
-      case ScalarType::BFloat16:
-        p.out_dtype = DType::kBFloat16;
-        break;
-      default:
-        fail("out_dtype: expected torch.float16, torch.bfloat16 or torch.float32, got ", name_of(type));
-    }
-    if (!is_quantized(p.cache_dtype) && type != key_cache.scalar_type())
-      fail("out_dtype: expected ", name_of(key_cache.scalar_type()), " like the unquantised key_cache, got ",
-           name_of(type));
+    // A quantised cache is widened by the kernel; any other is copied as it is and converted afterwards, if asked.
+    const bool quantized = is_quantized(p.cache_dtype);
+    const ScalarType wanted = out_dtype ? *out_dtype : quantized ? ScalarType::BFloat16 : key_cache.scalar_type();
+    const DType wanted_dtype = float_dtype("out_dtype", wanted);
+    const ScalarType type = quantized ? wanted : key_cache.scalar_type();
+    p.out_dtype = quantized ? wanted_dtype : p.cache_dtype;
     check_fits_int("block_table", block_table.size(1) * key_cache.size(1));
     const int64_t width = block_table.size(1) * key_cache.size(1);
     int64_t tokens = 0;
@@ -326,6 +313,7 @@ struct Ops {
     p.key = key.data_ptr();
     p.value = value.data_ptr();
     if (tokens > 0) Backend::gather_kv(p, key_cache);
+    if (type != wanted) return {torch::stable::to(key, wanted), torch::stable::to(value, wanted)};
     return {key, value};
   }
 
@@ -333,7 +321,7 @@ struct Ops {
                                     const Tensor& lse_b, const Tensor& out, const Tensor& out_lse) {
     MergeParams p = {};
     check_dim("output_a", output_a, 3, "[num_tokens, num_heads, head_dim]");
-    p.dtype = float_dtype("output_a", output_a);
+    p.dtype = float_dtype("output_a", output_a.scalar_type());
     for (auto [name, t] :
          {std::pair{"output_a", &output_a}, std::pair{"output_b", &output_b}, std::pair{"out", &out}}) {
       if (!same_shape(*t, output_a))

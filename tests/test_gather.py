@@ -66,6 +66,12 @@ def test_quantised(ops, cache_dtype, scale_kind, out_dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("out_dtype", FLOAT_DTYPES, ids=str)
+def test_unquantised_converts(ops, dtype, out_dtype):
+    check_gather(ops, dtype=dtype, out_dtype=out_dtype, starts=[1, 0, 2, 5], lengths=[9, 0, 15, 90])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head_dim", [8, 24, 80, 256])
 @pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
