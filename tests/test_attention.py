@@ -189,6 +189,59 @@ def test_quantised_shapes(attention_ops, cache_dtype, head_dim, block_size):
         )
 
 
+# Steps of few query rows, so that each is decode on every backend; NaN in the scales of unused slots.
+TOKEN_SCALE_STEPS = {
+    "decode": {"seq_lens": [1, 511, 130, 0, 100]},
+    "small_blocks": {"seq_lens": [300, 9, 131], "block_size": 8},
+    "large_blocks": {"seq_lens": [300, 9, 131], "block_size": 256},
+    "many_sequences": {"seq_lens": [40, 17, 300, 1, 0, 5, 128, 129, 16, 700], "num_heads": 8, "num_kv_heads": 4},
+    "one_long_sequence": {"seq_lens": [4097], "num_heads": 4, "num_kv_heads": 1},
+    "group_16": {"seq_lens": [513, 70, 9], "num_heads": 32},
+    "verify": {"seq_lens": [300, 33, 17], "query_lens": [4, 8, 1]},
+    "window": {"seq_lens": [513, 70, 9], "query_lens": [2, 1, 3], "options": {"window_size": 50}},
+    "all_options": {"seq_lens": [300, 33, 17], "query_lens": [4, 8, 1], "options": OPTIONS["all"]},
+}
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("step", TOKEN_SCALE_STEPS)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
+def test_token_scales(attention_ops, cache_dtype, head_dim, step, batch_invariant):
+    shape = dict(TOKEN_SCALE_STEPS[step])
+    options = {"batch_invariant": batch_invariant, "max_seqlen_q": 8, **shape.pop("options", {})}
+    check_attention(
+        attention_ops,
+        shape.pop("seq_lens"),
+        shape.pop("query_lens", None),
+        options,
+        dtype=torch.bfloat16,
+        cache_dtype=cache_dtype,
+        scale_kind="token_head",
+        head_dim=head_dim,
+        layout=LAYOUTS[head_dim // 32 % 3],
+        **shape,
+    )
+
+
+@pytest.mark.parametrize("exponents", [(-20, -20), (12, 12), (-10, 6), (6, -10)])
+@pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
+def test_value_scales_of_any_size(attention_ops, cache_dtype, exponents):
+    """Value scales from 2^a at the first token to 2^b at the last: probabilities times scales must not leave fp16."""
+    length = 700
+    batch = peaky_batch(
+        [length], head_dim=128, dtype=torch.bfloat16, cache_dtype=cache_dtype, scale_kind="token_head", block_size=32
+    )
+    position = torch.arange(length)
+    slots = batch.block_table[0, position // 32].long(), position % 32
+    powers = torch.logspace(*exponents, length, base=2.0)
+    batch.v_scale[slots] *= powers.view(-1, 1)
+    unit = 2.0 ** -max(exponents)
+    expected = batch.expected().double() * unit
+    output = batch.to(attention_ops.device).run(attention_ops.paged_attention)
+    assert_close(output.float() * unit, expected, tolerance=1e-2)
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
 def test_quantised_options(attention_ops, cache_dtype, option):

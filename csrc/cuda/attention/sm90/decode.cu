@@ -29,7 +29,7 @@ bool tma_can_read(const void* base, const AttentionParams& p, const BlockStrides
 // With batch_invariant every sequence takes the same instance, whatever the longest query of the batch: tiles of
 // another size would round differently.
 int decode_max_rows(const AttentionParams& p) {
-  const int group = p.num_heads / p.num_kv_heads, most = most_rows(p.head_dim);
+  const int group = p.num_heads / p.num_kv_heads, most = most_rows(p.head_dim, is_quantized(p.cache_dtype));
   if (!p.batch_invariant) return most;
   for (int rows = 8; rows <= most; rows *= 2)
     if (group <= rows) return rows;
@@ -42,7 +42,7 @@ bool decode_supports(const AttentionParams& p) {
   const bool power_of_two = (p.block_size & (p.block_size - 1)) == 0;
   if (!power_of_two || p.block_size < 8 || p.block_size > 1 << 20 || p.num_blocks > INT32_MAX) return false;
   if (p.seq_lens_stride > INT32_MAX || p.cu_seqlens_q_stride > INT32_MAX) return false;
-  if (p.k_scale.per_token() || p.v_scale.per_token()) return false;
+  if (p.k_scale.per_token() != p.v_scale.per_token()) return false;
   // Queries come in bulk copies of 16 bytes, outputs leave in pieces of 8.
   if (!aligned(p.query, 16) || p.query_strides.token % 8 != 0 || p.query_strides.head % 8 != 0) return false;
   if (!aligned(p.out, 8) || p.out_strides.token % 4 != 0 || p.out_strides.head % 4 != 0) return false;

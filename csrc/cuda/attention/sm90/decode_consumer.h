@@ -48,6 +48,7 @@ struct Consumer {
 
   __device__ __forceinline__ void share_state(const SoftmaxState<Traits>& x) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const float unit = Traits::kTokenScales ? __fdividef(1.f, x.inverse_unit) : 1.f;
     meet();  // what was here before has been read
 #pragma unroll
     for (int j = 0; j < Traits::kRowTiles; j++) {
@@ -56,8 +57,8 @@ struct Consumer {
 #pragma unroll
       for (int m = 0; m < kHeadDim / 16; m++) {
         const int column = m * 16 + (Traits::kQuantized ? 2 * g : g), next = Traits::kQuantized ? 1 : 8;
-        mine[column] = x.o[j][m][0], mine[column + next] = x.o[j][m][2];
-        mine[kPitch + column] = x.o[j][m][1], mine[kPitch + column + next] = x.o[j][m][3];
+        mine[column] = x.o[j][m][0] * unit, mine[column + next] = x.o[j][m][2] * unit;
+        mine[kPitch + column] = x.o[j][m][1] * unit, mine[kPitch + column + next] = x.o[j][m][3] * unit;
       }
       if (g == 0) {
         stats()[row] = make_float2(x.max[j][0], x.sum[j][0]);
@@ -154,7 +155,7 @@ struct Consumer {
         item.pieces = Pieces::of(a, w);
         item.rows.query_begin = w.s.query_begin, item.rows.kv_head = w.head_group * Traits::kHeads + head();
         item.num_rows = min(w.s.query_len * a.group, a.max_rows);
-        if (Traits::kQuantized && p.k_scale.data)
+        if (Traits::kQuantized && !Traits::kTokenScales && p.k_scale.data)
           key_scale = __ldg(p.k_scale.data + item.rows.kv_head * p.k_scale.strides.head);
         query.step(2);
         lanes.set_rows(head(), first_row(), item.num_rows);
@@ -171,12 +172,12 @@ struct Consumer {
           __syncwarp();
           if (end == limit && !rehearsal && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(query_free);
         };
-        uint32_t q[Traits::kRowTiles][kHeadDim / 32][4];
+        uint32_t q[Traits::kRowTiles][Traits::kQuerySteps][4];
         if (Traits::kQueryInRegisters) {
 #pragma unroll
           for (int j = 0; j < Traits::kRowTiles; j++)
 #pragma unroll
-            for (int i = 0; i < kHeadDim / 32; i++)
+            for (int i = 0; i < Traits::kQuerySteps; i++)
               load_query_fragment<Traits>(a, q[j][i], query_buffer + lanes.query[j], i);
           release_query();
         }
@@ -186,8 +187,9 @@ struct Consumer {
           ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);
           const int first_token = w.first_token() + slice() * 16;
           if (!Traits::kLoadsOnly && first_token < see.len && first_token + 16 > see.first_key)
-            attend<Traits>(a, x, lanes, ring.stages + stage.index * Traits::kStageBytes, query_buffer, q, key_scale,
-                           item.rows, first_row(), first_token, see);
+            attend<Traits>(a, x, lanes, ring.stages + stage.index * Traits::kStageBytes,
+                           ring.scales<Traits>(stage.index, 0) + (head() * Traits::kTileTokens + slice() * 16) * 4,
+                           query_buffer, q, key_scale, item.rows, first_row(), first_token, see);
           __syncwarp();
           if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring.empty + stage.index * 8);
           stage.step(Traits::kStages);

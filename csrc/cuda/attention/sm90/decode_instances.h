@@ -7,14 +7,16 @@ namespace paged_attn::sm90 {
 
 // The most packed rows for a head dimension, 0 where there is no instance: what fits the registers of two
 // warps.
-constexpr int most_rows(int head_dim) {
+constexpr int most_rows(int head_dim, bool quantized) {
   switch (head_dim) {
+    case 80:
+    case 112:
+      return quantized ? 0 : 32;  // rows of 8-bit caches are whole chunks of 32 bytes
     case 64:
-      return 64;
-    case 96:
-      return 32;
     case 128:
       return 64;
+    case 96:
+    case 160:
     case 192:
     case 256:
       return 32;
@@ -27,35 +29,50 @@ constexpr int most_rows(int head_dim) {
 template <class Cache>
 void launch_for(DecodeArgs& a, Workspace& workspace, cudaStream_t stream);
 
-template <class Cache, int kHeadDim>
+template <class Cache, int kHeadDim, bool kTokenScales>
 void launch_rows(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
-  constexpr int kMostRows = most_rows(kHeadDim);
+  constexpr int kMostRows = most_rows(kHeadDim, sizeof(Cache) == 1);
   // Two heads of a block in a stage read longer stretches of memory, but halve the pieces that few sequences fall into.
   if constexpr (kHeadDim == 128)
     if (a.max_rows <= 8 && a.p.num_seqs >= 8 && a.p.num_kv_heads % 2 == 0 && !a.p.batch_invariant)
-      return launch<DecodeTraits<Cache, kHeadDim, 8, 2>>(a, workspace, stream);
-  if (a.max_rows <= 8) return launch<DecodeTraits<Cache, kHeadDim, 8>>(a, workspace, stream);
-  if (a.max_rows <= 16) return launch<DecodeTraits<Cache, kHeadDim, 16>>(a, workspace, stream);
+      return launch<DecodeTraits<Cache, kHeadDim, 8, 2, kTokenScales>>(a, workspace, stream);
+  if (a.max_rows <= 8) return launch<DecodeTraits<Cache, kHeadDim, 8, 1, kTokenScales>>(a, workspace, stream);
+  if (a.max_rows <= 16) return launch<DecodeTraits<Cache, kHeadDim, 16, 1, kTokenScales>>(a, workspace, stream);
   if constexpr (kMostRows >= 32)
-    if (a.max_rows <= 32) return launch<DecodeTraits<Cache, kHeadDim, 32>>(a, workspace, stream);
-  if constexpr (kMostRows >= 64) return launch<DecodeTraits<Cache, kHeadDim, 64>>(a, workspace, stream);
+    if (a.max_rows <= 32) return launch<DecodeTraits<Cache, kHeadDim, 32, 1, kTokenScales>>(a, workspace, stream);
+  if constexpr (kMostRows >= 64)
+    return launch<DecodeTraits<Cache, kHeadDim, 64, 1, kTokenScales>>(a, workspace, stream);
+}
+
+template <class Cache, int kHeadDim>
+void launch_head_dim(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
+  constexpr bool kQuantized = sizeof(Cache) == 1;
+  if constexpr (most_rows(kHeadDim, kQuantized) > 0) {
+    if constexpr (kQuantized)
+      if (a.p.k_scale.per_token()) return launch_rows<Cache, kHeadDim, true>(a, workspace, stream);
+    launch_rows<Cache, kHeadDim, false>(a, workspace, stream);
+  }
 }
 
 template <class Cache>
 void launch_for(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
   switch (a.p.head_dim) {
     case 64:
-      return launch_rows<Cache, 64>(a, workspace, stream);
+      return launch_head_dim<Cache, 64>(a, workspace, stream);
+    case 80:
+      return launch_head_dim<Cache, 80>(a, workspace, stream);
     case 96:
-      return launch_rows<Cache, 96>(a, workspace, stream);
+      return launch_head_dim<Cache, 96>(a, workspace, stream);
+    case 112:
+      return launch_head_dim<Cache, 112>(a, workspace, stream);
     case 128:
-      return launch_rows<Cache, 128>(a, workspace, stream);
+      return launch_head_dim<Cache, 128>(a, workspace, stream);
+    case 160:
+      return launch_head_dim<Cache, 160>(a, workspace, stream);
     case 192:
-      return launch_rows<Cache, 192>(a, workspace, stream);
+      return launch_head_dim<Cache, 192>(a, workspace, stream);
     case 256:
-      return launch_rows<Cache, 256>(a, workspace, stream);
-    default:
-      throw std::invalid_argument("paged_attention: no Hopper decode kernel for this head dimension");
+      return launch_head_dim<Cache, 256>(a, workspace, stream);
   }
 }
 

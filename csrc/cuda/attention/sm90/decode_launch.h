@@ -16,13 +16,12 @@ CUtensorMap cache_map(const void* base, const AttentionParams& p, const BlockStr
   };
   TensorMapSpec spec;
   spec.base = base, spec.element_size = kElement, spec.swizzle = Traits::kSwizzle;
-  // A padded row is one dimension that ends inside the last chunk.
-  const uint32_t chunks = Traits::kPadded ? 1 : Traits::kChunks, chunk = Traits::kSwizzle / kElement;
-  spec.sizes = {Traits::kPadded ? Traits::kHeadDim : chunk, static_cast<uint64_t>(p.block_size), chunks,
-                static_cast<uint64_t>(p.num_kv_heads), static_cast<uint64_t>(p.num_blocks)};
+  constexpr uint32_t chunk = Traits::kSwizzle / kElement;
+  spec.sizes = {chunk, static_cast<uint64_t>(p.block_size), Traits::kChunks, static_cast<uint64_t>(p.num_kv_heads),
+                static_cast<uint64_t>(p.num_blocks)};
   spec.strides = {bytes(strides.slot, p.block_size), Traits::kSwizzle, bytes(strides.head, p.num_kv_heads),
                   bytes(strides.block, p.num_blocks)};
-  spec.box = {chunk, static_cast<uint32_t>(box_tokens), chunks, Traits::kHeads, 1};
+  spec.box = {chunk, static_cast<uint32_t>(box_tokens), Traits::kChunks, Traits::kHeads, 1};
   return tensor_map(spec);
 }
 

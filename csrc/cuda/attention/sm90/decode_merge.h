@@ -92,7 +92,8 @@ __device__ __forceinline__ void write_row(const DecodeArgs& a, const RowMap& row
   const RowEnd end = finish_row(x.max, x.sum, p.sinks ? p.sinks + head : nullptr);
   if (p.lse && lane == 0 && store) p.lse[token * p.num_heads + head] = end.lse;
   float factor = end.output_scale;
-  if (Traits::kQuantized && p.v_scale.data) factor *= __ldg(p.v_scale.data + rows.kv_head * p.v_scale.strides.head);
+  if (Traits::kQuantized && !Traits::kTokenScales && p.v_scale.data)
+    factor *= __ldg(p.v_scale.data + rows.kv_head * p.v_scale.strides.head);
   using Half = __half;
   using BFloat = __nv_bfloat16;
   const bool is_bfloat =

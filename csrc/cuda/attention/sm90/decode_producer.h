@@ -12,7 +12,7 @@ namespace paged_attn::sm90 {
 
 struct Ring {
   uint32_t stages;  // shared-memory addresses
-  uint32_t full;    // [kStages] barriers: one arrival a producer, then bytes
+  uint32_t full;    // [kStages] barriers: one arrival a producer (with kTokenScales: and its lanes), then bytes
   uint32_t empty;   // [kStages]: one arrival a consumer warp
   uint32_t query;   // [2]: a query buffer is free again; one arrival a consumer warp
 
@@ -21,10 +21,15 @@ struct Ring {
     const uint32_t full = base + Traits::kBarrierOffset;
     return {base, full, full + Traits::kStages * 8, full + Traits::kStages * 16};
   }
+  // Of K (`tensor` 0) or V (1): [kHeads, kTileTokens] floats.
+  template <class Traits>
+  __device__ __forceinline__ uint32_t scales(int stage, int tensor) const {
+    return stages + Traits::kScaleOffset + (stage * 2 + tensor) * Traits::kScaleBytes;
+  }
   template <class Traits>
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < Traits::kStages; i++) {
-      ptx::mbarrier_init(full + i * 8, Traits::kProducers);
+      ptx::mbarrier_init(full + i * 8, Traits::kProducers * (Traits::kTokenScales ? 33 : 1));
       ptx::mbarrier_init(empty + i * 8, Traits::kWarps);
     }
     ptx::mbarrier_init(query, Traits::kWarps);
@@ -81,16 +86,33 @@ __device__ __forceinline__ void load_query(const DecodeArgs& a, uint32_t buffer,
   }
 }
 
+// Scales of K or V for the tokens of a stage, into [head][token]; completion counts on `barrier`.  `box`: what each
+// lane has looked up, `source`: the lane with the first box of the stage, `present`: the lanes whose boxes are read.
+template <class Traits>
+__device__ __forceinline__ void load_scales(const DecodeArgs& a, const ScaleView& scale, uint32_t dst, const Box& box,
+                                            int source, unsigned present, int head_group, uint32_t barrier) {
+#pragma unroll
+  for (int i = 0; i < Traits::kTileTokens / 32; i++) {
+    const int token = i * 32 + threadIdx.x % 32, owner = source + (token >> a.box_shift);
+    const int page = __shfl_sync(~0u, box.page, owner);
+    const int slot = __shfl_sync(~0u, box.row, owner) + (token & ((1 << a.box_shift) - 1));
+    const float* src = scale.data + page * scale.strides.block + slot * scale.strides.slot +
+                       head_group * Traits::kHeads * scale.strides.head;
+    for (int h = 0; h < Traits::kHeads; h++)
+      ptx::cp_async_4(dst + (h * Traits::kTileTokens + token) * 4, src + h * scale.strides.head,
+                      present >> owner & 1 ? 4 : 0);
+  }
+  ptx::cp_async_mbarrier_arrive(barrier);
+}
+
 // `tensor` 0: K and the query rows, 1: V.  `early`: lengths and table may be read before the kernel ahead has ended.
 template <class Traits>
 __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* map, int tensor, const Ring& ring,
                                         bool early) {
-  constexpr int kCopies = Traits::kPadded ? Traits::kChunks : 1;  // of a box
-  constexpr int kCopyElements = Traits::kSwizzle / sizeof(typename Traits::Cache);
   const int lane = threadIdx.x % 32;
   const int boxes_shift = 31 - __clz(Traits::kTileTokens) - a.box_shift;  // of a stage
   const int boxes = 1 << boxes_shift, stages_per_batch = 32 >> boxes_shift;
-  const int box_bytes = (Traits::kHeads * Traits::kPitch) << a.box_shift;
+  const int box_bytes = (Traits::kHeads * Traits::kRowBytes) << a.box_shift;
   const int my_stage = lane >> boxes_shift, my_box = lane & (boxes - 1);
   const uint64_t policy = ptx::l2_evict_first();  // every byte is read once
   if (lane == 0) ptx::tensor_map_prefetch(map);
@@ -102,8 +124,7 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
   const int ring_full = min(Traits::kStages, stages_per_batch) - 1;  // when there is time to look ahead
   // L2 is coherent: what the kernel ahead still writes to these blocks is seen by the loads below.
   if (early && now.present && my_stage < Traits::kStages)
-    for (int c = 0; c < kCopies; c++)
-      ptx::tensor_prefetch_5d(map, c * kCopyElements, now.row, 0, now.head_group * Traits::kHeads, now.page);
+    ptx::tensor_prefetch_5d(map, 0, now.row, 0, now.head_group * Traits::kHeads, now.page);
   Cursor stage, query;
   for (bool more = true; more;) {
 #pragma unroll 1
@@ -128,11 +149,12 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
       }
       if (my_stage == i && now.present) {
         const uint32_t dst = ring.stages + stage.index * Traits::kStageBytes + tensor * Traits::kTensorBytes;
-#pragma unroll
-        for (int c = 0; c < kCopies; c++)
-          ptx::tensor_load_5d(dst + my_box * box_bytes + (c * Traits::kSwizzle << a.box_shift), map, c * kCopyElements,
-                              now.row, 0, head_group * Traits::kHeads, now.page, full, policy);
+        ptx::tensor_load_5d(dst + my_box * box_bytes, map, 0, now.row, 0, head_group * Traits::kHeads, now.page, full,
+                            policy);
       }
+      if constexpr (Traits::kTokenScales)
+        load_scales<Traits>(a, tensor ? a.p.v_scale : a.p.k_scale, ring.scales<Traits>(stage.index, tensor), now,
+                            source, present, head_group, full);
       if (with_query) {
         load_query<Traits>(a, ring.stages + Traits::kQueryOffset + query.index * Traits::kQueryBytes, query_begin,
                            query_rows, head_group, full);
@@ -146,6 +168,7 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
     }
     now = next;
   }
+  if constexpr (Traits::kTokenScales) ptx::cp_async_wait<0>();
 }
 
 }  // namespace paged_attn::sm90

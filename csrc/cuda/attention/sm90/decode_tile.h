@@ -3,7 +3,9 @@
 // Every warp keeps a maximum and a sum of its own; warps meet once a piece.
 //
 // 8-bit caches: both products run in fp16, where every 8-bit value is exact; scales are folded into the softmax and the
-// output.  The k slots {2t, 2t + 1, 2t + 8, 2t + 9} of an mma stand for the columns 4t .. 4t + 3 of K, as they lie.
+// output.  A value scale per token goes into P, after its sum was taken, in units of the largest that the warp has met,
+// so that fp16 holds it.  The k slots {2t, 2t + 1, 2t + 8, 2t + 9} of an mma stand for the columns 4t .. 4t + 3 of K,
+// as they lie.
 #pragma once
 
 #include "decode_merge.h"
@@ -115,8 +117,10 @@ struct SoftmaxState {
   float o[kRowTiles][kDimTiles][4];  // O^T: columns on M, rows 2t and 2t + 1 on N
   float sum[kRowTiles][4];           // [0] and [1]: of rows 2t and 2t + 1
   float max[kRowTiles][2];
+  float inverse_unit;  // kTokenScales: the output is in units of the largest value scale so far
 
   __device__ __forceinline__ void clear() {
+    inverse_unit = 0x1p60f;
 #pragma unroll
     for (int j = 0; j < kRowTiles; j++) {
       max[j][0] = max[j][1] = kNoMaximum;
@@ -173,14 +177,13 @@ __device__ __forceinline__ void finish_scores(const DecodeArgs& a, float (&c)[Tr
   }
 }
 
-// Adds 16 tokens, from `first_token` on, to the state.  `stage`: address of the ring's stage; `q`: fragments of all
-// queries if they fit the registers, else `query_buffer` is read again.
+// Adds 16 tokens, from `first_token` on, to the state.  `stage`: address of the ring's stage; `scales`: of the scales
+// of its keys; `q`: fragments of all queries if they fit the registers, else `query_buffer` is read again.
 template <class Traits>
 __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>& x, const LaneMap<Traits>& lanes,
-                                       uint32_t stage, uint32_t query_buffer,
-                                       const uint32_t (&q)[Traits::kRowTiles][Traits::kHeadDim / 32][4],
-                                       float key_scale, const RowMap& rows, int first_row, int first_token,
-                                       const Visibility& see) {
+                                       uint32_t stage, uint32_t scales, uint32_t query_buffer,
+                                       const uint32_t (&q)[Traits::kRowTiles][Traits::kQuerySteps][4], float key_scale,
+                                       const RowMap& rows, int first_row, int first_token, const Visibility& see) {
   using Math = typename Traits::Math;
   using Cache = typename Traits::Cache;
   constexpr int kRowTiles = Traits::kRowTiles, kDim = Traits::kHeadDim;
@@ -189,7 +192,8 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
 
   float c[kRowTiles][4] = {}, c1[kRowTiles][4] = {};
 #pragma unroll
-  for (int i = 0; i < kDim / 32; i++) {
+  for (int i = 0; i < Traits::kQuerySteps; i++) {
+    const bool whole = kDim % 32 == 0 || i < kDim / 32;  // else 16 columns are left
     uint32_t a0[4], a1[4];
     if constexpr (Traits::kQuantized) {
       uint32_t r[4];
@@ -200,7 +204,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
       a1[2] = widen<Cache>(r[2], true), a1[3] = widen<Cache>(r[3], true);
     } else {
       ptx::ldmatrix_x4(a0, lanes.step(key, 2 * i));
-      ptx::ldmatrix_x4(a1, lanes.step(key, 2 * i + 1));
+      if (whole) ptx::ldmatrix_x4(a1, lanes.step(key, 2 * i + 1));
     }
 #pragma unroll
     for (int j = 0; j < kRowTiles; j++) {
@@ -212,18 +216,33 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
         load_query_fragment<Traits>(a, b, query_buffer + lanes.query[j], i);
       }
       ptx::mma_m16n8k16<Math>(c[j], a0, b[0], b[1]);
-      ptx::mma_m16n8k16<Math>(kChains == 2 ? c1[j] : c[j], a1, b[2], b[3]);
+      if (whole) ptx::mma_m16n8k16<Math>(kChains == 2 ? c1[j] : c[j], a1, b[2], b[3]);
     }
   }
   if constexpr (kChains == 2) {
 #pragma unroll
     for (int i = 0; i < 4; i++) c[0][i] += c1[0][i];
   }
+  // Tokens of this tile that are keys of the sequence; the others may hold NaN.
+  const int begin = see.first_key - first_token, end = see.len - first_token;
+  const int g = threadIdx.x % 32 / 4;
+  float weight[2] = {};  // kTokenScales: of the values of tokens g and g + 8
+  if constexpr (Traits::kTokenScales) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int token = g + h * 8;
+      const float key_scale_of_token = ptx::load_shared(scales + token * 4);
+#pragma unroll
+      for (int j = 0; j < kRowTiles; j++) c[j][h * 2] *= key_scale_of_token, c[j][h * 2 + 1] *= key_scale_of_token;
+      weight[h] = ptx::load_shared(scales + Traits::kScaleBytes + token * 4) * x.inverse_unit;
+      if (token < begin || token >= end) weight[h] = 0.f;
+    }
+  }
   const float scale_log2 = (Traits::kQuantized ? key_scale : 1.f) * a.p.scale * kLog2e;
   finish_scores<Traits>(a, c, scale_log2, rows, first_row, first_token, see);
 
   // Rescale only where some maximum of the warp grows.
-  bool grows = false;
+  bool grows = Traits::kTokenScales && fmaxf(fabsf(weight[0]), fabsf(weight[1])) > 1.f;
   float m[kRowTiles][2];
 #pragma unroll
   for (int j = 0; j < kRowTiles; j++)
@@ -233,6 +252,14 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
       grows |= m[j][e] > x.max[j][e];
     }
   if (__any_sync(~0u, grows)) {
+    float unit_change = 1.f;
+    if constexpr (Traits::kTokenScales) {
+      float y = fmaxf(1.f, fmaxf(fabsf(weight[0]), fabsf(weight[1])));
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) y = fmaxf(y, __shfl_xor_sync(~0u, y, d));
+      unit_change = __fdividef(1.f, y);
+      weight[0] *= unit_change, weight[1] *= unit_change, x.inverse_unit *= unit_change;
+    }
 #pragma unroll
     for (int j = 0; j < kRowTiles; j++)
 #pragma unroll
@@ -243,7 +270,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
         const float f = ptx::exp2(x.max[j][e] - y);
         x.max[j][e] = y, x.sum[j][e] *= f;
 #pragma unroll
-        for (int d = 0; d < kDim / 16; d++) x.o[j][d][e] *= f, x.o[j][d][e + 2] *= f;
+        for (int d = 0; d < kDim / 16; d++) x.o[j][d][e] *= f * unit_change, x.o[j][d][e + 2] *= f * unit_change;
       }
   }
   // P^T as the B operand; the sum over the tokens comes from one more mma, with ones for V.
@@ -257,6 +284,11 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
     p[j][0] = ptx::movmatrix_trans(ptx::pack<Math>(c[j][0], c[j][1]));
     p[j][1] = ptx::movmatrix_trans(ptx::pack<Math>(c[j][2], c[j][3]));
     ptx::mma_m16n8k16<Math>(x.sum[j], ones, p[j][0], p[j][1]);
+    if constexpr (Traits::kTokenScales) {
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        p[j][h] = ptx::movmatrix_trans(ptx::pack<Math>(c[j][h * 2] * weight[h], c[j][h * 2 + 1] * weight[h]));
+    }
   }
 
   // V rows that are no key of the sequence may hold NaN, and 0 * NaN is NaN: clear them.
@@ -284,7 +316,6 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
       }
     }
   };
-  const int begin = see.first_key - first_token, end = see.len - first_token;
   if (begin <= 0 && end >= 16) {
     add_values(false, 0, 0);
   } else {

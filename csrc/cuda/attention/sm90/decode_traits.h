@@ -32,22 +32,22 @@ constexpr int kMaxParts = 16;        // batch_invariant: parts of an item
 constexpr int kMinPartTokens = 512;  // batch_invariant: least tokens in a part
 
 // kRows: packed query rows a KV head, in units of 8 (the N of an mma).  kHeads: KV heads that share a stage.
-template <class Cache_, int kHeadDim_, int kRows_, int kHeads_ = 1>
+// kTokenScales: a quantised cache has its scales per token and head.
+template <class Cache_, int kHeadDim_, int kRows_, int kHeads_ = 1, bool kTokenScales_ = false>
 struct DecodeTraits {
   using Cache = Cache_;
   static constexpr int kHeadDim = kHeadDim_, kRows = kRows_, kHeads = kHeads_;
+  static constexpr bool kTokenScales = kTokenScales_;
   static constexpr bool kLoadsOnly = false;  // true: the ceiling of bench/decode.py, without math and output
   static constexpr bool kQuantized = sizeof(Cache) == 1;
   using Math = std::conditional_t<kQuantized, __half, Cache>;  // operands of the mma: 8-bit types are exact in fp16
 
-  // A cache row in shared memory: kChunks pieces of kSwizzle bytes, each a TMA swizzle atom wide.  Rows that do not
-  // fill their last chunk are copied a chunk at a time; TMA pads them with zeros, which are never looked at.
+  // A cache row in shared memory: kChunks pieces of kSwizzle bytes, each a TMA swizzle atom wide.  With any of the
+  // three swizzles, eight rows at the same 16 bytes of a chunk lie in different banks.
   static constexpr int kRowBytes = kHeadDim * sizeof(Cache);
-  static constexpr int kSwizzle = kRowBytes == 64 ? 64 : 128;
-  static constexpr int kChunks = (kRowBytes + kSwizzle - 1) / kSwizzle;
-  static constexpr bool kPadded = kRowBytes % kSwizzle != 0;
-  static constexpr int kPitch = kChunks * kSwizzle;  // bytes a row takes
-  static_assert(!kPadded || kHeads == 1);
+  static constexpr int kSwizzle = kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : 32;
+  static constexpr int kChunks = kRowBytes / kSwizzle;
+  static_assert(kRowBytes % kSwizzle == 0);
 
   // A warp owns 16 tokens of one head in a stage, for kWarpRows query rows: as many as let its output stay in 64
   // registers.  There are 4 or 8 warps; 8 where the math of 4 would show: for short rows, 8-bit caches, many query
@@ -56,9 +56,9 @@ struct DecodeTraits {
   static constexpr int kWarpRows = kRows < kMostWarpRows ? kRows : kMostWarpRows;
   static constexpr int kRowTiles = kWarpRows / 8;
   static constexpr int kRowGroups = kRows / kWarpRows;
-  static constexpr int kSlices = kHeads * kRowGroups > 1        ? 8 / (kHeads * kRowGroups)
-                                 : kPitch >= 256 && !kQuantized ? 4
-                                                                : 8;
+  static constexpr int kSlices = kHeads * kRowGroups > 1          ? 8 / (kHeads * kRowGroups)
+                                 : kRowBytes > 128 && !kQuantized ? 4
+                                                                  : 8;
   static constexpr int kWarps = kHeads * kSlices * kRowGroups;
   static constexpr int kProducers = 2;  // warps: one for K, one for V; a TMA instruction takes its time to issue
   static constexpr int kThreads = 32 * (kWarps + kProducers);
@@ -69,8 +69,10 @@ struct DecodeTraits {
 
   // Shared memory: the ring, two buffers of query rows (an item's queries arrive while the item before is worked on),
   // and the states of the warps at the end of a piece.
-  static constexpr int kTensorBytes = kHeads * kTileTokens * kPitch;  // K or V of a stage
+  static constexpr int kTensorBytes = kHeads * kTileTokens * kRowBytes;  // K or V of a stage
   static constexpr int kStageBytes = 2 * kTensorBytes;
+  static constexpr int kScaleBytes = kTokenScales ? kHeads * kTileTokens * 4 : 0;  // of K or V of a stage
+  static constexpr int kQuerySteps = (kHeadDim + 31) / 32;                         // 64 bytes each
   static constexpr int kQueryPitch = kHeadDim * 2 + 16;  // bytes; keeps ldmatrix free of bank conflicts
   static constexpr int kQueryBytes = kHeads * kRows * kQueryPitch;
   static constexpr int kSumPitch = kHeadDim + 4;  // floats
@@ -78,9 +80,11 @@ struct DecodeTraits {
   static constexpr int kStatsBytes = kWarps * kWarpRows * 8;
   // About 128 KB in flight is enough for the memory's latency at full bandwidth.
   static constexpr int kWantedStages = (kStageBytes > 32 * 1024 ? 144 * 1024 : 128 * 1024) / kStageBytes;
-  static constexpr int kPossibleStages = (226 * 1024 - 2 * kQueryBytes - kSumBytes - kStatsBytes) / kStageBytes;
+  static constexpr int kPossibleStages =
+      (226 * 1024 - 2 * kQueryBytes - kSumBytes - kStatsBytes) / (kStageBytes + 2 * kScaleBytes);
   static constexpr int kStages = kWantedStages < kPossibleStages ? kWantedStages : kPossibleStages;
-  static constexpr int kQueryOffset = kStages * kStageBytes;
+  static constexpr int kScaleOffset = kStages * kStageBytes;
+  static constexpr int kQueryOffset = kScaleOffset + kStages * 2 * kScaleBytes;
   static constexpr int kSumOffset = kQueryOffset + 2 * kQueryBytes;
   static constexpr int kStatsOffset = kSumOffset + kSumBytes;
   static constexpr int kBarrierOffset = kStatsOffset + kStatsBytes;
