@@ -40,9 +40,11 @@ class KVStorage:
         def kv_like(tensor: Tensor) -> Tensor:
             return tensor if layout == "NHD" else tensor.transpose(1, 2)
 
+        def scales_like(tensor: Tensor) -> Tensor:
+            return kv_like(tensor) if per_token else tensor
+
         def scale_shape(count: int) -> tuple[int, ...]:
-            shapes = {"tensor": (1,), "head": (num_kv_heads,), "token_head": (count, block_size, num_kv_heads)}
-            return shapes[kv_scale]
+            return {"tensor": (1,), "head": (num_kv_heads,), "token_head": (count, *dims)}[kv_scale]
 
         count = 2 * num_layers
         element = kv_dtype or dtype
@@ -51,7 +53,7 @@ class KVStorage:
         ]
         self.scales = None
         if kv_dtype is not None:
-            self.scales = [torch.ones(scale_shape(num_blocks), device=device) for _ in range(count)]
+            self.scales = [scales_like(torch.ones(scale_shape(num_blocks), device=device)) for _ in range(count)]
         self._arrays = [*self.kv, *(self.scales if per_token else ())]
 
         # Host blocks in one piece: pinned allocations are rounded up, each of them.
@@ -59,7 +61,8 @@ class KVStorage:
         host_kv = torch.zeros((count, num_host_blocks, *dims, head_dim), dtype=element, **pinned)
         self._host_arrays = [kv_like(tensor) for tensor in host_kv.unbind(0)]
         if per_token:
-            self._host_arrays += torch.ones((count, *scale_shape(num_host_blocks)), **pinned).unbind(0)
+            host_scales = torch.ones((count, *scale_shape(num_host_blocks)), **pinned)
+            self._host_arrays += [scales_like(tensor) for tensor in host_scales.unbind(0)]
 
     def copy(self, pairs: np.ndarray) -> None:
         """Copy blocks, ``pairs`` int64 ``[n, 2]``: from, to."""

@@ -147,7 +147,10 @@ def page(
             if scale_kind == "token_head":
                 scale_poison *= _INT8_STEP
         cache.copy_(staged.to(cache_dtype))
-        return scale_poison if scale_kind == "token_head" else scale
+        if scale_kind != "token_head":
+            return scale
+        # Stored as the cache is, so that HND tests strides.
+        return scale_poison.transpose(1, 2).contiguous().transpose(1, 2) if layout == "HND" else scale_poison
 
     key_cache, value_cache = make_cache(
         num_blocks, block_size, num_kv_heads, head_dim, dtype=cache_dtype, layout=layout
