@@ -151,7 +151,8 @@ template <class Traits>
 __device__ __forceinline__ void merge_published(SlotRow<Traits> from, int count, Partial<Traits::kHeadDim>& x) {
   using Slot = SlotRow<Traits>;
   constexpr int kVectors = Partial<Traits::kHeadDim>::kVectors;
-  constexpr int kMany = Traits::kRows > 16 ? (Traits::kQuantized ? 2 : 4) : 8 / kVectors;
+  constexpr bool kFew = Traits::kRows > (Traits::kQuantized ? 8 : 16);
+  constexpr int kMany = !kFew ? 8 / kVectors : Traits::kQuantized && Traits::kRows > 16 ? 2 : 4;
   constexpr int kRound = Traits::kWarps < 8 ? 16 / kVectors : kMany;  // what fits registers
   const int lane = threadIdx.x % 32;
   const float e = __uint_as_float(kEmptyWord);
