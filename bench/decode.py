@@ -18,6 +18,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from bench import common
 ROOT = Path(__file__).parent.parent
 CEILING = ROOT / "build" / "decode_ceiling.so"
 NO_PDL = 2  # bit of the op's `flags`
+SCALE_KINDS = ("tensor", "head", "token_head")
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,17 @@ class Inputs:
         fixed = (starts, scale, True, None, 0.0, None, None, None, None, False, longest, NO_PDL)
         return lambda i: op(self.query, *self.caches[i % self.sets], self.table, self.seq_lens, *fixed, out=self.out)
 
+    def scaled(self, kind: str) -> common.Kernel:
+        """Random scales, one a ``tensor``, ``head`` or ``token_head``, stored like the caches and rotating too."""
+        shape = {"tensor": (1,), "head": (self.case.kv_heads,), "token_head": self.caches[0][0].shape[:3]}[kind]
+
+        def scale() -> Tensor:
+            tensor = 0.5 + torch.rand(shape, device="cuda")
+            return tensor.mT.contiguous().mT if kind == "token_head" and self.case.layout == "HND" else tensor
+
+        kernels = [self.ours(metadata_ready=True, k_scale=scale(), v_scale=scale()) for _ in range(self.sets)]
+        return lambda i: kernels[i % self.sets](i)
+
     def ceiling(self) -> common.Kernel | None:
         case = self.case
         if case.head_dim != 128 or case.query_len > 1 or (library := ceiling_library()) is None:
@@ -233,6 +246,7 @@ def times_of(case: Case, rounds: int, columns: Sequence[str]) -> dict[str, commo
         "no PDL": inputs.no_pdl,
         "batch invariant": lambda: inputs.ours(metadata_ready=True, batch_invariant=True),
         "mma": lambda: inputs.ours(backend="mma"),
+        **{kind: partial(inputs.scaled, kind) for kind in SCALE_KINDS},
         "torch SDPA": inputs.torch_attention,
         "FlashInfer": inputs.flashinfer,
     }
@@ -251,6 +265,14 @@ def measure(case: Case, rounds: int, columns: Sequence[str]) -> dict[str, object
     peers = [times[name].us for name in ("torch SDPA", "FlashInfer") if name in times]
     if peers:
         row["x best peer"] = min(peers) / ready.us
+    return row
+
+
+def measure_scales(case: Case, rounds: int) -> dict[str, object]:
+    times = times_of(case, rounds, SCALE_KINDS)
+    torch.cuda.empty_cache()
+    row: dict[str, object] = {"case": case.name, "MB": case.num_bytes / 1e6, **times}
+    row["token_head / tensor"] = times["token_head"].us / times["tensor"].us
     return row
 
 
@@ -276,7 +298,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--kv", choices=["bf16", "fp8"], default="bf16", help="dtype of the cache")
     parser.add_argument("--layout", choices=["HND", "NHD"], default="HND")
-    parser.add_argument("--only", choices=["decode", "verify", "variants"])
+    parser.add_argument("--only", choices=["decode", "verify", "variants", "scales"])
     arguments = parser.parse_args()
     common.require_cuda()
     torch.manual_seed(0)
@@ -295,10 +317,15 @@ def main() -> None:
         "decode": lambda: [measure(replace(case, **changes), rounds, columns) for case in decode_cases()],
         "verify": lambda: [measure(replace(case, **changes), rounds, ours) for case in VERIFY],
         "variants": lambda: [measure(case, rounds, ours[:2]) for case in variants()],
+        "scales": lambda: [
+            measure_scales(replace(case, **changes), rounds)
+            for case in (*decode_cases(), *VERIFY)
+            if len(case.seq_lens) >= 8
+        ],
     }
     rows: dict[str, list[dict[str, object]]] = {}
     for name, make in sections.items():
-        if arguments.only in (None, name) and not (quantised and name == "variants"):
+        if arguments.only in (None, name) and name != ("variants" if quantised else "scales"):
             rows[name] = make()
             print(f"\n{name}, {arguments.kv}, {arguments.layout}, us")
             common.print_table(rows[name])

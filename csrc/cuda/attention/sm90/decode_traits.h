@@ -50,15 +50,14 @@ struct DecodeTraits {
   static_assert(kRowBytes % kSwizzle == 0);
 
   // A warp owns 16 tokens of one head in a stage, for kWarpRows query rows: as many as let its output stay in 64
-  // registers.  There are 4 or 8 warps; 8 where the math of 4 would show: for short rows, 8-bit caches, many query
-  // rows.
+  // registers.  There are 4 or 8 warps; 8 where the math of 4, or their merge of the rows at the end of a piece, would
+  // show: for short rows, 8-bit caches, more than 8 query rows.
   static constexpr int kMostWarpRows = kHeadDim <= 128 ? 16 : 8;
   static constexpr int kWarpRows = kRows < kMostWarpRows ? kRows : kMostWarpRows;
   static constexpr int kRowTiles = kWarpRows / 8;
   static constexpr int kRowGroups = kRows / kWarpRows;
-  static constexpr int kSlices = kHeads * kRowGroups > 1          ? 8 / (kHeads * kRowGroups)
-                                 : kRowBytes > 128 && !kQuantized ? 4
-                                                                  : 8;
+  static constexpr bool kFewWarps = kRowBytes > 128 && !kQuantized && kRows == 8 && kHeads == 1;
+  static constexpr int kSlices = kFewWarps ? 4 : 8 / (kHeads * kRowGroups);
   static constexpr int kWarps = kHeads * kSlices * kRowGroups;
   static constexpr int kProducers = 2;  // warps: one for K, one for V; a TMA instruction takes its time to issue
   static constexpr int kThreads = 32 * (kWarps + kProducers);
