@@ -3,7 +3,8 @@
 A case ``S x q on L`` has S sequences of L tokens in the cache whose last q are the queries. Arithmetic is 4 x heads x
 head_dim for every visible (query, key) pair. FlashInfer runs on the same blocks where it can be imported; torch's flash
 and cuDNN attention run on contiguous keys and values, one for every query head. All kernels of a case take turns in
-random order: the chip is at its power cap, and the clock is part of the result.
+random order: the chip is at its power cap, and the clock is part of the result. The section ``quantised`` sets
+8-bit caches beside the unquantised one.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Case:
     block_size: int = 16
     layout: str = "HND"
     dtype: torch.dtype = torch.bfloat16
+    cache_dtype: torch.dtype | None = None  # None: dtype
+    scale_kind: str = "tensor"  # of a quantised cache
     options: dict[str, object] = field(default_factory=dict)
     backend: str = "auto"
 
@@ -62,6 +65,13 @@ PREFILL = [
     uniform(8, 512, 8192),
 ]
 VERIFY = [uniform(16, 4, 8192), uniform(64, 8, 2048)]
+QUANTISED = {
+    "e4m3": {"cache_dtype": torch.float8_e4m3fn},
+    "e5m2": {"cache_dtype": torch.float8_e5m2},
+    "int8": {"cache_dtype": torch.int8},
+    "e4m3, scales a token": {"cache_dtype": torch.float8_e4m3fn, "scale_kind": "token_head"},
+}
+QUANTISED_VARIANTS = ("D 64", "D 96", "D 192", "D 256", "NHD", "soft cap")
 
 
 def variants(base: Case) -> list[Case]:
@@ -93,7 +103,8 @@ class Inputs:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.table, self.num_blocks = common.random_block_table(case.seq_lens, case.block_size)
-        cache_bytes = 4 * self.num_blocks * case.block_size * case.kv_heads * case.head_dim
+        cache_dtype = case.cache_dtype or case.dtype
+        cache_bytes = 2 * cache_dtype.itemsize * self.num_blocks * case.block_size * case.kv_heads * case.head_dim
         self.sets = min(common.rotation(cache_bytes), 16)
         self.caches = common.paged_caches(
             self.num_blocks,
@@ -101,7 +112,7 @@ class Inputs:
             case.kv_heads,
             case.head_dim,
             sets=self.sets,
-            dtype=case.dtype,
+            dtype=cache_dtype,
             layout=case.layout,
         )
         shape = (sum(case.query_lens), case.heads, case.head_dim)
@@ -115,6 +126,15 @@ class Inputs:
         self.options = {
             name: value.cuda() if isinstance(value, Tensor) else value for name, value in case.options.items()
         }
+        if cache_dtype != case.dtype:
+            shapes = {
+                "tensor": (1,),
+                "head": (case.kv_heads,),
+                "token_head": (self.num_blocks, case.block_size, case.kv_heads),
+            }
+            step = 1 / 40 if cache_dtype == torch.int8 else 1.0  # of paged_caches
+            for name in ("k_scale", "v_scale"):
+                self.options[name] = step * (0.5 + torch.rand(shapes[case.scale_kind], device="cuda"))
 
     def ours(self, backend: str) -> common.Kernel:
         def call(i: int) -> None:
@@ -261,6 +281,19 @@ def measure_mixed(rounds: int) -> list[dict[str, object]]:
     ]
 
 
+def measure_quantised(case: Case, rounds: int) -> dict[str, object]:
+    """A case from 8-bit caches beside the same case from one of the query's dtype."""
+    every = {"unquantised": Inputs(case)}
+    every |= {name: Inputs(replace(case, **change)) for name, change in QUANTISED.items()}
+    sets = min(inputs.sets for inputs in every.values())
+    kernels = {name: inputs.ours(case.backend) for name, inputs in every.items()}
+    times = common.time_kernels(kernels, sets=sets, rounds=rounds)
+    row: dict[str, object] = {"case": case.name} | {f"{name} us": timing for name, timing in times.items()}
+    row["least speed of unquantised"] = times["unquantised"].us / max(timing.us for timing in times.values())
+    torch.cuda.empty_cache()
+    return row
+
+
 def float64_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """``[H, q, D]`` queries at the end of ``[H, L, D]`` keys and values, causal."""
     scores = query.double() @ key.double().transpose(1, 2) * query.shape[-1] ** -0.5
@@ -301,7 +334,7 @@ def accuracy(dtype: torch.dtype, head_dim: int, query_len: int = 512, seq_len: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=["prefill", "verify", "variants", "mixed", "accuracy"])
+    parser.add_argument("--only", choices=["prefill", "verify", "variants", "quantised", "mixed", "accuracy"])
     arguments = parser.parse_args()
     common.require_cuda()
     torch.manual_seed(0)
@@ -319,6 +352,11 @@ def main() -> None:
     peers = section(lambda: [measure(case, clock, rounds, peers=True) for case in PREFILL], "prefill")
     verify = section(lambda: [measure(case, clock, rounds, peers=True) for case in VERIFY], "verify")
     others = section(lambda: [measure(case, clock, rounds, peers=False) for case in variants(PREFILL[0])], "variants")
+    eight_bit = [
+        *PREFILL,
+        *(case for case in variants(PREFILL[0]) if case.name.partition(", ")[2] in QUANTISED_VARIANTS),
+    ]
+    quantised = section(lambda: [measure_quantised(case, rounds) for case in eight_bit], "quantised")
     mixed = section(lambda: measure_mixed(rounds), "mixed")
     errors = section(
         lambda: [accuracy(t, d) for t in (torch.bfloat16, torch.float16) for d in (64, 128, 256)], "accuracy"
@@ -327,7 +365,7 @@ def main() -> None:
         return
     path = common.write_results(
         "prefill",
-        [*peers, *verify, *others],
+        [*peers, *verify, *others, *quantised],
         flops="4 x heads x head_dim x visible (query, key) pairs",
         mixed=[{**row, "us": round(row["us"].us, 2)} for row in mixed],
         accuracy=errors,

@@ -1,5 +1,7 @@
 """paged_attention against the float64 reference, over shapes, lengths, layouts and options."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -253,3 +255,45 @@ def test_quantised_options(attention_ops, cache_dtype, option):
         cache_dtype=cache_dtype,
         scale_kind="head",
     )
+
+
+@pytest.mark.parametrize("option", ["plain", "all"])
+@pytest.mark.parametrize("scale_kind", ["head", "token_head"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
+def test_quantised_prefill_of_several_tiles(attention_ops, cache_dtype, head_dim, scale_kind, option):
+    check_attention(
+        attention_ops,
+        [290, 0, 31],
+        [200, 2, 20],
+        OPTIONS[option],
+        dtype=torch.float16 if head_dim == 64 else torch.bfloat16,
+        cache_dtype=cache_dtype,
+        scale_kind=scale_kind,
+        head_dim=head_dim,
+        num_heads=4,
+        num_kv_heads=1,
+        layout=LAYOUTS[len(option) % 3],
+        padding_rows=3,
+    )
+
+
+@pytest.mark.parametrize("query_len", [1, 100])
+@pytest.mark.parametrize("scale_kind", ["head", "token_head"])
+@pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
+def test_unusual_scales(attention_ops, cache_dtype, scale_kind, query_len):
+    """Negative, zero, and of ten orders of magnitude."""
+    batch = peaky_batch(
+        [300, 170], [query_len] * 2, dtype=torch.bfloat16, cache_dtype=cache_dtype, scale_kind=scale_kind, head_dim=128
+    )
+    magnitude = 1e5
+    if scale_kind == "head":
+        factors = torch.tensor([-1.0, 0.0]), torch.tensor([magnitude, -magnitude])
+    else:
+        generator = torch.Generator().manual_seed(0)
+        factors = [torch.randn(batch.k_scale.shape, generator=generator) for _ in range(2)]
+        factors[1] = magnitude * 10 ** (-5 * factors[1].abs())
+    batch = replace(batch, k_scale=batch.k_scale * factors[0], v_scale=batch.v_scale * factors[1])
+    expected = batch.expected()
+    output = batch.to(attention_ops.device).run(attention_ops.paged_attention)
+    assert_close(output / magnitude, expected / magnitude)

@@ -23,24 +23,25 @@ bool aligned(const void* pointer, const TokenStrides& s) {
 }
 
 // A stride of a dimension of one element is never used, and may be anything.
-bool mappable(int64_t stride, int64_t size) {
-  constexpr int64_t kMaxStride = int64_t{1} << 39;  // in elements of 2 bytes
-  return size <= 1 || (stride > 0 && stride % 8 == 0 && stride < kMaxStride);
-}
 bool mappable(const AttentionParams& p, const void* pointer, const BlockStrides& s) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && mappable(s.slot, p.block_size) &&
-         mappable(s.head, p.num_kv_heads) && mappable(s.block, p.num_blocks);
+  const auto fits = [&](int64_t stride, int64_t size) {
+    const int64_t bytes = stride * element_size(p.cache_dtype);
+    return size <= 1 || (bytes > 0 && bytes % 16 == 0 && bytes < int64_t{1} << 40);
+  };
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && fits(s.slot, p.block_size) && fits(s.head, p.num_kv_heads) &&
+         fits(s.block, p.num_blocks);
 }
 
 CUtensorMap block_map(const AttentionParams& p, const PrefillParams& q, const void* base, const BlockStrides& s) {
-  auto bytes = [](int64_t stride, int64_t size) { return size > 1 ? static_cast<uint64_t>(stride) * 2 : 16; };
+  const int element = element_size(p.cache_dtype);
+  auto bytes = [&](int64_t stride, int64_t size) { return size > 1 ? static_cast<uint64_t>(stride) * element : 16; };
   const uint64_t slots = p.block_size, heads = p.num_kv_heads, blocks = std::max<int64_t>(1, p.num_blocks);
   const uint64_t slot_bytes = bytes(s.slot, p.block_size), block_bytes = bytes(s.block, p.num_blocks);
   const uint32_t rows = q.box_rows;
   TensorMapSpec spec;
   spec.base = base;
-  spec.element_size = 2;
-  spec.swizzle = 128;
+  spec.element_size = element;
+  spec.swizzle = element == 1 && p.head_dim <= 64 ? 64 : 128;
   if (q.head_parts) {  // (column of a part, slot of 8, part of any head, group of 8 slots, block)
     const uint64_t parts = p.head_dim / 64;
     spec.sizes = {64, 8, (heads - 1) * q.head_parts + parts, slots / 8, blocks};
@@ -49,20 +50,20 @@ CUtensorMap block_map(const AttentionParams& p, const PrefillParams& q, const vo
   } else {  // (column, slot, head, block, 1): columns past head_dim read as 0
     spec.sizes = {static_cast<uint64_t>(p.head_dim), slots, heads, blocks, 1};
     spec.strides = {slot_bytes, bytes(s.head, p.num_kv_heads), block_bytes, 16};
-    spec.box = {64, rows, 1, 1, 1};
+    spec.box = {static_cast<uint32_t>(spec.swizzle / element), rows, 1, 1, 1};
   }
   return tensor_map(spec);
 }
 
-template <class T>
+template <class T, bool kQuantized = false>
 void launch(const PrefillParams& p, const PrefillMaps& maps, cudaStream_t stream) {
   switch (instance_head_dim(p.attention.head_dim)) {
     case 64:
-      return launch_prefill_instance<T, 64>(p, maps, stream);
+      return launch_prefill_instance<T, 64, kQuantized>(p, maps, stream);
     case 128:
-      return launch_prefill_instance<T, 128>(p, maps, stream);
+      return launch_prefill_instance<T, 128, kQuantized>(p, maps, stream);
     default:
-      return launch_prefill_instance<T, 256>(p, maps, stream);
+      return launch_prefill_instance<T, 256, kQuantized>(p, maps, stream);
   }
 }
 
@@ -70,7 +71,8 @@ void launch(const PrefillParams& p, const PrefillMaps& maps, cudaStream_t stream
 
 bool prefill_supports(const AttentionParams& p) {
   const bool half_precision = p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16;
-  return half_precision && p.cache_dtype == p.dtype && p.head_dim % 8 == 0 && p.head_dim <= 256 &&
+  const bool quantized = is_quantized(p.cache_dtype) && p.block_size <= 1 << 15;  // TokenScales divides by it
+  return half_precision && (p.cache_dtype == p.dtype || quantized) && p.head_dim % 8 == 0 && p.head_dim <= 256 &&
          p.block_size % 8 == 0 && p.num_heads / p.num_kv_heads <= kMaxGroup && aligned(p.query, p.query_strides) &&
          aligned(p.out, p.out_strides) && mappable(p, p.key_cache, p.key_strides) &&
          mappable(p, p.value_cache, p.value_strides);
@@ -83,15 +85,19 @@ void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& works
   params.counters = static_cast<unsigned*>(workspace.marked(2 * sizeof(unsigned)));
   params.group = p.num_heads / p.num_kv_heads;
   params.group_inverse = ((1 << 20) + params.group - 1) / params.group;
-  const bool whole_rows = whole_row_boxes(p);
+  params.block_inverse = static_cast<uint32_t>((1ull << 32) / p.block_size + 1);
+  const bool quantized = is_quantized(p.cache_dtype), whole_rows = !quantized && whole_row_boxes(p);
   params.head_parts = !whole_rows ? 0 : p.num_kv_heads > 1 ? static_cast<int>(p.key_strides.head / 64) : 1;
-  params.box_rows = whole_rows ? std::min(p.head_dim > 128 ? 16 : 64, p.block_size & -p.block_size) : 8;
+  const int most_rows = quantized ? 64 : !whole_rows ? 8 : p.head_dim > 128 ? 16 : 64;
+  params.box_rows = std::min(most_rows, p.block_size & -p.block_size);
   params.scale_log2 = p.scale * kLog2e;
   params.cap_log2 = p.softcap * kLog2e;
   params.cap_rate = p.softcap > 0.f ? p.scale / p.softcap : 0.f;
   const PrefillMaps maps = {block_map(p, params, p.key_cache, p.key_strides),
                             block_map(p, params, p.value_cache, p.value_strides)};
-  if (p.dtype == DType::kFloat16)
+  if (quantized)
+    launch<__half, true>(params, maps, stream);
+  else if (p.dtype == DType::kFloat16)
     launch<__half>(params, maps, stream);
   else
     launch<__nv_bfloat16>(params, maps, stream);

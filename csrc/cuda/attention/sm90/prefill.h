@@ -14,8 +14,9 @@ struct PrefillMaps {
   CUtensorMap key, value;
 };
 
-// Columns of an instance; a smaller head_dim is filled up with zeros.  Explicitly instantiated in prefill_*_d*.cu.
-template <class T, int kHeadDim>
+// kHeadDim: columns of an instance; a smaller head_dim is filled up with zeros.  kQuantized: any 8-bit cache, T is
+// __half.  Explicitly instantiated in prefill_*_d*.cu.
+template <class T, int kHeadDim, bool kQuantized = false>
 void launch_prefill_instance(const PrefillParams& p, const PrefillMaps& maps, cudaStream_t stream);
 
 }  // namespace paged_attn::sm90

@@ -14,6 +14,19 @@
 
 namespace paged_attn::sm90 {
 
+// Two elements of Q as operands beside an 8-bit cache.  They take the sign of the key scale, so that the largest
+// product is the largest score.
+struct QueryConversion {
+  bool is_bfloat;
+  uint32_t signs;
+  __device__ __forceinline__ QueryConversion(const PrefillParams& p, float key_scale)
+      : is_bfloat(p.attention.dtype == DType::kBFloat16), signs(key_scale < 0.f ? 0x80008000u : 0u) {}
+  __device__ __forceinline__ uint32_t operator()(uint32_t x) const {
+    if (is_bfloat) x = ptx::pack<__half>(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+    return x ^ signs;
+  }
+};
+
 template <class Traits>
 class PrefillConsumer {
  public:
@@ -56,28 +69,19 @@ class PrefillConsumer {
   __device__ __forceinline__ RingPosition<Traits::kStages> value() const { return {steps_ - 1}; }
   __device__ __forceinline__ RingPosition<Traits::kQueryBuffers> query() const {
     uint32_t count = tiles_.position.count;
-    asm volatile(""
-                 : "+r"(count));  // else addresses and descriptors of Q are kept over the steps, in registers we lack
+    forget(count);  // addresses and descriptors of Q over the steps
     return {count};
   }
 
   __device__ __forceinline__ void start_rows() {
+    value_unit_ = 0.f;
     max_[0] = max_[1] = -INFINITY;
     sum_[0] = sum_[1] = 0.f;
 #pragma unroll
     for (float& x : o_) x = 0.f;
-    const Tile tile = tiles_.read();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const TokenHead at = row_of(p_, tile, thread_row(r));
-      token_[r] = at.token;
-      if constexpr (Traits::kScoreMods) {
-        const float* slopes = p_.attention.alibi_slopes;
-        slope_[r] = slopes ? __ldg(slopes + tile.kv_head * p_.group + at.head) * kLog2e : 0.f;
-      }
-    }
     const uint32_t query_address = smem_.query(query().slot(), warpgroup());
     ptx::mbarrier_wait(smem_.query_full(query().slot(), warpgroup()), query().parity());
+    if constexpr (Traits::kQuantized && !Traits::kQueryInRegisters) convert_query(query_address);
     if constexpr (Traits::kQueryInRegisters) {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 16; ++i) {
@@ -86,8 +90,26 @@ class PrefillConsumer {
         ptx::ldmatrix_x4(fragment,
                          query_address + chunk / 8 * Traits::kQueryPartBytes + row * 128 + ((chunk ^ row) % 8) * 16);
       }
+      if constexpr (Traits::kQuantized) {
+        const QueryConversion to_operand(p_, tiles_.key_scale());
+#pragma unroll
+        for (uint32_t& x : q_) x = to_operand(x);
+      }
       pin(q_);
     }
+  }
+
+  // In place, the rows of this warp.
+  __device__ __forceinline__ void convert_query(uint32_t address) {
+    const QueryConversion to_operand(p_, tiles_.key_scale());
+#pragma unroll 1
+    for (int i = lane(); i < 16 * kHeadDim / 8; i += 32) {
+      const uint32_t at = address + i / 128 * Traits::kQueryPartBytes + (warp() * 16 + i / 8 % 16) * 128 + i % 8 * 16;
+      const uint4 x = load_shared(at);
+      store_shared(at, to_operand(x.x), to_operand(x.y), to_operand(x.z), to_operand(x.w));
+    }
+    ptx::fence_proxy_async();
+    warpgroup_sync();
   }
 
   __device__ __forceinline__ void attend() {
@@ -161,7 +183,8 @@ class PrefillConsumer {
 
   __device__ __forceinline__ void issue_output(int step) {
     ptx::mbarrier_wait(smem_.value_full(value().slot()), value().parity());
-    if (!is_full(step)) clear_values(step);
+    if constexpr (!Traits::kQuantized)  // else they were cleared when they were converted
+      if (!is_full(step)) clear_values(step);
     const uint64_t values = matrix_descriptor(smem_.value(value().slot()), Traits::kPartBytes, Traits::kRowGroupBytes);
     pin(o_);
     pin(p_frag_);
@@ -199,22 +222,28 @@ class PrefillConsumer {
 
   // Raw products to scores in units of log2.
   __device__ __forceinline__ void modify_scores(int step) {
+    const float key_scale = Traits::kQuantized ? fabsf(tiles_.key_scale()) : 1.f;
     if (p_.cap_log2 > 0.f) {
+      const float rate = p_.cap_rate * key_scale;
 #pragma unroll
-      for (float& x : s_) x = p_.cap_log2 * tanh_exp2(x * p_.cap_rate);
+      for (float& x : s_) x = p_.cap_log2 * tanh_exp2(x * rate);
     } else {
+      const float rate = p_.scale_log2 * key_scale;
 #pragma unroll
-      for (float& x : s_) x *= p_.scale_log2;
+      for (float& x : s_) x *= rate;
     }
-    if (p_.attention.alibi_slopes) {
+    if (const float* slopes = p_.attention.alibi_slopes) {
+      const Tile tile = tiles_.read();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int position = tiles_.read().first_position() + token_[r];
+        const TokenHead at = row_of(p_, tile, thread_row(r));
+        const float slope = __ldg(slopes + tile.kv_head * p_.group + at.head) * kLog2e;
+        const int position = tile.first_position() + at.token;
         const float distance = static_cast<float>(step * kKeys + lane() % 4 * 2 - position);
 #pragma unroll
         for (int b = 0; b < kKeys / 8; ++b)
 #pragma unroll
-          for (int e = 0; e < 2; ++e) s_[4 * b + 2 * r + e] += slope_[r] * (distance + static_cast<float>(8 * b + e));
+          for (int e = 0; e < 2; ++e) s_[4 * b + 2 * r + e] += slope * (distance + static_cast<float>(8 * b + e));
       }
     }
   }
@@ -222,13 +251,19 @@ class PrefillConsumer {
   // S becomes P, unnormalised; the running maximum and sum follow, and rescale_ says what O lacks.
   template <bool kMasked>
   __device__ __forceinline__ void softmax(int step) {
+    if constexpr (Traits::kTokenScales)
+      if (token_scales()) {
+        ptx::mbarrier_wait(smem_.scales_full(key().slot()), key().parity());
+        scale_columns(smem_.scales(key().slot()));
+      }
     if constexpr (Traits::kScoreMods) modify_scores(step);
     if constexpr (kMasked) {
       const Tile tile = tiles_.read();
       const int column = step * kKeys + lane() % 4 * 2;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const KeyRange keys = key_range(p_.attention, tile, token_[r], token_[r]);
+        const int token = row_of(p_, tile, thread_row(r)).token;
+        const KeyRange keys = key_range(p_.attention, tile, token, token);
         const int begin = keys.any_begin - column, end = keys.any_end - column;
 #pragma unroll
         for (int i = 0; i < kKeys / 4; ++i) {
@@ -266,12 +301,44 @@ class PrefillConsumer {
       sum_[r] = sum_[r] * rescale_[r] + sum;
       step_sum_ += sum;
     }
+    if constexpr (Traits::kTokenScales)
+      if (token_scales()) {
+        const uint32_t scales = smem_.scales(key().slot()) + kKeys * 4;
+        scale_columns(scales);
+        const float unit = load_shared_float(scales + kKeys * 4);
+        __syncwarp();
+        if (lane() == 0) ptx::mbarrier_arrive(smem_.scales_empty(key().slot()));
+        // O is in units of value_unit_; unit is 0 where it is 0.
+        const float factor = unit > 0.f ? __fdividef(value_unit_, unit) : 1.f;
+        value_unit_ = unit;
+        rescale_[0] *= factor, rescale_[1] *= factor;
+      }
   }
-  __device__ __forceinline__ float score_scale() const { return Traits::kScoreMods ? 1.f : p_.scale_log2; }
+  __device__ __forceinline__ bool token_scales() const { return p_.attention.k_scale.per_token(); }
+  // Multiplies the columns of S or P with kKeys floats in shared memory.
+  __device__ __forceinline__ void scale_columns(uint32_t scales) {
+#pragma unroll
+    for (int b = 0; b < kKeys / 8; ++b) {
+      float x, y;
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(scales + (8 * b + lane() % 4 * 2) * 4));
+      s_[4 * b] *= x, s_[4 * b + 1] *= y;
+      s_[4 * b + 2] *= x, s_[4 * b + 3] *= y;
+    }
+  }
+  __device__ __forceinline__ float score_scale() const {
+    if constexpr (Traits::kScoreMods) return 1.f;
+    if constexpr (Traits::kQuantized) return p_.scale_log2 * fabsf(tiles_.key_scale());
+    return p_.scale_log2;
+  }
 
   __device__ __forceinline__ void pack() {
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) p_frag_[i] = ptx::pack<T>(s_[2 * i], s_[2 * i + 1]);
+  }
+
+  __device__ __forceinline__ uint32_t pack_output(float low, float high) const {
+    if (Traits::kQuantized && p_.attention.dtype == DType::kBFloat16) return ptx::pack<__nv_bfloat16>(low, high);
+    return ptx::pack<T>(low, high);
   }
 
   // Normalises, and writes output (through this warpgroup's part of the query buffer, then whole rows) and LSE.
@@ -284,12 +351,15 @@ class PrefillConsumer {
       float sum = sum_[r];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const int token = token_[r];
-      const int head = tile.kv_head * p_.group + row_of(p_, tile, thread_row(r)).head;
+      const TokenHead at = row_of(p_, tile, thread_row(r));
+      const int head = tile.kv_head * p_.group + at.head;
       const RowEnd end = finish_row(max_[r] * score_scale(), sum, a.sinks ? a.sinks + head : nullptr);
       output_scale[r] = end.output_scale;
-      if (a.lse && lane() % 4 == 0 && token < tile.q_len)
-        a.lse[static_cast<int64_t>(tile.q_begin + token) * a.num_heads + head] = end.lse;
+      if constexpr (Traits::kQuantized) output_scale[r] *= head_scale(a.v_scale, tile.kv_head);
+      if constexpr (Traits::kTokenScales)
+        if (token_scales()) output_scale[r] *= value_unit_;
+      if (a.lse && lane() % 4 == 0 && at.token < tile.q_len)
+        a.lse[static_cast<int64_t>(tile.q_begin + at.token) * a.num_heads + head] = end.lse;
     }
 
     if constexpr (!Traits::kQueryInRegisters) warpgroup_sync();  // the other warps are done with Q
@@ -300,7 +370,7 @@ class PrefillConsumer {
       const uint32_t address = staging + b / 8 * Traits::kQueryPartBytes + r * 1024 + lane() / 4 * 128 +
                                ((b % 8) ^ (lane() / 4)) * 16 + lane() % 4 * 4;
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(address),
-                   "r"(ptx::pack<T>(o_[2 * i] * output_scale[r], o_[2 * i + 1] * output_scale[r]))
+                   "r"(pack_output(o_[2 * i] * output_scale[r], o_[2 * i + 1] * output_scale[r]))
                    : "memory");
     }
     __syncwarp();
@@ -334,9 +404,8 @@ class PrefillConsumer {
   uint32_t p_frag_[kKeys / 4];  // packed probabilities, as the A operand of P V
   uint32_t q_[Traits::kQueryInRegisters ? kHeadDim / 4 : 1];
   float max_[2], sum_[2], rescale_[2], step_sum_;
-  int token_[2];               // of the thread's rows
+  float value_unit_;           // of O, with value scales per token
   int full_begin_, full_end_;  // steps that need no mask
-  float slope_[2];             // in units of log2
 };
 
 }  // namespace paged_attn::sm90

@@ -1,7 +1,8 @@
 // The prefill kernel and its launch, for one instance.
 //
 // A persistent CTA on every multiprocessor.  Its first warpgroup gives its registers away and loads (prefill_load.cuh),
-// the others compute 64 rows of the tile each (prefill_consume.cuh).
+// the others compute 64 rows of the tile each (prefill_consume.cuh).  K and V of 8-bit caches are
+// converted on their way (prefill_convert.cuh).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,6 +11,7 @@
 #include "prefill_layout.cuh"
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)  // elsewhere the kernel is empty
 #include "prefill_consume.cuh"
+#include "prefill_convert.cuh"
 #include "prefill_load.cuh"
 #endif
 
@@ -20,16 +22,25 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     prefill_kernel(const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map,
                    const __grid_constant__ PrefillParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ char dynamic_smem[];
-  const PrefillSmem<Traits> smem{(ptx::smem_address(dynamic_smem) + 1023) & ~1023u};
+  extern __shared__ __align__(1024) char dynamic_smem[];
+  const PrefillSmem<Traits> smem{ptx::smem_address(dynamic_smem)};
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     constexpr int kReaders = 4 * Traits::kConsumers;  // warps that read a stage
+    constexpr int kWriters = Traits::kQuantized ? Traits::kConverters : 1;
     for (int i = 0; i < Traits::kStages; ++i) {
-      ptx::mbarrier_init(smem.key_full(i), 1);
-      ptx::mbarrier_init(smem.value_full(i), 1);
+      ptx::mbarrier_init(smem.key_full(i), kWriters);
+      ptx::mbarrier_init(smem.value_full(i), kWriters);
       ptx::mbarrier_init(smem.key_empty(i), kReaders);
       ptx::mbarrier_init(smem.value_empty(i), kReaders);
+      if constexpr (Traits::kTokenScales) {
+        ptx::mbarrier_init(smem.scales_full(i), 2);  // those of K and those of V
+        ptx::mbarrier_init(smem.scales_empty(i), kReaders);
+      }
+    }
+    for (int i = 0; i < Traits::kStagingSlots; ++i) {
+      ptx::mbarrier_init(smem.staging_full(i), 1);
+      ptx::mbarrier_init(smem.staging_empty(i), kWriters);
     }
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(smem.tile_full(i), 1);
@@ -51,14 +62,20 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (warpgroup == 0) {
     give_registers<Traits::kProducerRegisters>();
-    if (warp == 0)
-      produce_tiles<Traits>(p, smem);
-    else if (warp == 1)
+    if constexpr (Traits::kQuantized) {
+      if (warp == 0)
+        produce_staged<Traits>(p, &key_map, &value_map, smem);
+      else
+        convert<Traits>(p, smem, warp - 1);
+    } else if (warp == 0) {
+      produce_tiles<Traits>(p, smem, [](const Tile&) {});
+    } else if (warp == 1) {
       produce_keys<Traits>(p, &key_map, smem);
-    else if (warp == 2)
+    } else if (warp == 2) {
       produce_values<Traits>(p, &value_map, smem);
-    else
+    } else {
       produce_queries<Traits>(p, smem);
+    }
   } else {
     take_registers<Traits::kConsumerRegisters>();
     PrefillConsumer<Traits>(p, smem).run();

@@ -19,13 +19,15 @@ void launch_prefill_kernel(const PrefillParams& p, const PrefillMaps& maps, cuda
                 a.pdl, maps.key, maps.value, p);
 }
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, bool kQuantized>
 void launch_prefill_instance(const PrefillParams& p, const PrefillMaps& maps, cudaStream_t stream) {
   const bool score_mods = p.cap_log2 > 0.f || p.attention.alibi_slopes || !(p.scale_log2 > 0.f);
   if (score_mods)
-    launch_prefill_kernel<PrefillTraits<T, kHeadDim, true>>(p, maps, stream);
+    launch_prefill_kernel<PrefillTraits<T, kHeadDim, true, kQuantized, kQuantized>>(p, maps, stream);
+  else if (kQuantized && p.attention.k_scale.per_token())
+    launch_prefill_kernel<PrefillTraits<T, kHeadDim, false, kQuantized, kQuantized>>(p, maps, stream);
   else
-    launch_prefill_kernel<PrefillTraits<T, kHeadDim, false>>(p, maps, stream);
+    launch_prefill_kernel<PrefillTraits<T, kHeadDim, false, kQuantized>>(p, maps, stream);
 }
 
 }  // namespace paged_attn::sm90

@@ -7,22 +7,23 @@
 
 namespace paged_attn::sm90 {
 
-// kScoreMods: soft cap, ALiBi and negative scales are compiled in.
-template <class T_, int kHeadDim_, bool kScoreMods_>
+// kScoreMods: soft cap, ALiBi and negative scales are compiled in.  kQuantized: the cache is of any 8-bit type, and
+// query and output of any 16-bit type.  kTokenScales: so are its scales per token and head.
+template <class T_, int kHeadDim_, bool kScoreMods_, bool kQuantized_ = false, bool kTokenScales_ = false>
 struct PrefillTraits {
-  using T = T_;
+  using T = T_;                               // of the operands
   static constexpr int kHeadDim = kHeadDim_;  // columns in shared memory; those past the real head_dim hold 0
-  static constexpr bool kScoreMods = kScoreMods_;
+  static constexpr bool kScoreMods = kScoreMods_, kQuantized = kQuantized_, kTokenScales = kTokenScales_;
   static constexpr int kParts = kHeadDim / 64;  // a part: 64 columns, 128 bytes a row
-  static constexpr int kKeys = kHeadDim > 128 ? 80 : 128;
+  static constexpr int kKeys = kHeadDim <= 128 ? 128 : kQuantized ? 64 : 80;
   static constexpr int kStages = 2;
-  static constexpr int kConsumers = 2;                       // warpgroups that compute
-  static constexpr int kRows = kWarpgroupRows * kConsumers;  // of a tile
-  static constexpr bool kQueryInRegisters = kHeadDim <= 128;
+  static constexpr int kConsumers = 2;                                                       // warpgroups that compute
+  static constexpr int kRows = kWarpgroupRows * kConsumers;                                  // of a tile
+  static constexpr bool kQueryInRegisters = kHeadDim <= 128 && !(kQuantized && kScoreMods);  // they must fit
   static constexpr int kQueryBuffers = kHeadDim > 128 ? 1 : 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // Of 64 K registers every thread has an equal part at launch; the producers give most of theirs to the consumers.
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = kQuantized ? 56 : 40, kConsumerRegisters = kQuantized ? 224 : 232;
 
   // K and V are laid out as [group of 8 rows][part][8 rows][128 bytes], swizzled by 128 bytes: a box of rows of a block
   // is contiguous, and wgmma reads it both as K (K-major) and as V (MN-major).  Q: [part][row][128 bytes].
@@ -33,15 +34,36 @@ struct PrefillTraits {
   static constexpr int kQueryBytes = kWarpgroupRows * kHeadDim * 2;  // of one warpgroup
   static constexpr int kQueryPartBytes = kWarpgroupRows * 128;
 
+  // 8-bit K and V on their way: a slot holds those of one step, [up to 128 columns][key][kStagedColumns bytes],
+  // swizzled.
+  static constexpr int kConverters = 3;  // warps
+  static constexpr int kStagedColumns = kHeadDim <= 64 ? 64 : 128;
+  static constexpr int kStagedParts = (kHeadDim + kStagedColumns - 1) / kStagedColumns;
+  static constexpr int kStagedPartBytes = kKeys * kStagedColumns;
+  static constexpr int kStagedBytes = kStagedParts * kStagedPartBytes;
+  static constexpr int kStagingSlots = !kQuantized ? 0 : kHeadDim <= 64 ? 4 : 2;
+  // Scales of a step: float [kKeys] of K, [kKeys] of V in units of a power of two, that unit.
+  static constexpr int kScaleBytes = kTokenScales ? 2 * kKeys * 4 + 16 : 0;
+
   static constexpr int kKeyOffset = kQueryBuffers * kConsumers * kQueryBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * kStageBytes;
-  static constexpr int kTileOffset = kValueOffset + kStages * kStageBytes;
+  static constexpr int kStagingOffset = kValueOffset + kStages * kStageBytes;
+  static constexpr int kTileOffset = kStagingOffset + kStagingSlots * kStagedBytes;
   static constexpr int kTileBytes = 32;  // of a slot: a Tile and padding
-  static constexpr int kBarrierOffset = kTileOffset + 2 * kTileBytes;
-  static constexpr int kBarriers = 4 * kStages + 2 * kConsumers * kQueryBuffers + 4;
-  static constexpr int kSmemBytes = kBarrierOffset + kBarriers * 8 + 1024;  // 1024: to align the base
+  static constexpr int kScaleOffset = kTileOffset + 2 * kTileBytes;
+  static constexpr int kBarrierOffset = kScaleOffset + kStages * kScaleBytes;
+  static constexpr int kStageBarriers = (kTokenScales ? 6 : 4) * kStages;
+  static constexpr int kBarriers = kStageBarriers + 2 * kConsumers * kQueryBuffers + 4 + 2 * kStagingSlots;
+  static constexpr int kSmemBytes = kBarrierOffset + kBarriers * 8;
   static_assert(kSmemBytes <= 227 * 1024);
 };
+
+// What follows from x is worked out anew from here on, not kept in registers that are lacking.
+template <class T>
+__device__ __forceinline__ T forget(T& x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // The use number `count` of a ring of kSize slots: which slot, and the parity of its barriers in that round.
 template <int kSize>
@@ -56,25 +78,33 @@ struct RingPosition {
 // Barriers, by their shared-memory addresses.  "full": the slot may be read; "empty": it may be written again.
 template <class Traits>
 struct PrefillSmem {
-  uint32_t base;  // aligned to 1024
+  uint32_t base;  // a multiple of 1024
 
   __device__ uint32_t query(int buffer, int warpgroup) const {
     return base + (buffer * Traits::kConsumers + warpgroup) * Traits::kQueryBytes;
   }
   __device__ uint32_t key(int stage) const { return base + Traits::kKeyOffset + stage * Traits::kStageBytes; }
   __device__ uint32_t value(int stage) const { return base + Traits::kValueOffset + stage * Traits::kStageBytes; }
+  __device__ uint32_t staging(int slot) const { return base + Traits::kStagingOffset + slot * Traits::kStagedBytes; }
   __device__ uint32_t tile(int slot) const { return base + Traits::kTileOffset + slot * Traits::kTileBytes; }
+  __device__ uint32_t scales(int stage) const { return base + Traits::kScaleOffset + stage * Traits::kScaleBytes; }
   __device__ uint32_t key_full(int stage) const { return barrier(stage); }
   __device__ uint32_t key_empty(int stage) const { return barrier(Traits::kStages + stage); }
   __device__ uint32_t value_full(int stage) const { return barrier(2 * Traits::kStages + stage); }
   __device__ uint32_t value_empty(int stage) const { return barrier(3 * Traits::kStages + stage); }
-  __device__ uint32_t tile_full(int slot) const { return barrier(4 * Traits::kStages + slot); }
-  __device__ uint32_t tile_empty(int slot) const { return barrier(4 * Traits::kStages + 2 + slot); }
+  __device__ uint32_t scales_full(int stage) const { return barrier(4 * Traits::kStages + stage); }
+  __device__ uint32_t scales_empty(int stage) const { return barrier(5 * Traits::kStages + stage); }
+  __device__ uint32_t tile_full(int slot) const { return barrier(Traits::kStageBarriers + slot); }
+  __device__ uint32_t tile_empty(int slot) const { return barrier(Traits::kStageBarriers + 2 + slot); }
   __device__ uint32_t query_full(int buffer, int warpgroup) const {
-    return barrier(4 * Traits::kStages + 4 + buffer * Traits::kConsumers + warpgroup);
+    return barrier(Traits::kStageBarriers + 4 + buffer * Traits::kConsumers + warpgroup);
   }
   __device__ uint32_t query_empty(int buffer, int warpgroup) const {
-    return barrier(4 * Traits::kStages + 4 + (Traits::kQueryBuffers + buffer) * Traits::kConsumers + warpgroup);
+    return barrier(Traits::kStageBarriers + 4 + (Traits::kQueryBuffers + buffer) * Traits::kConsumers + warpgroup);
+  }
+  __device__ uint32_t staging_full(int slot) const { return barrier(Traits::kBarriers - 1 - slot); }
+  __device__ uint32_t staging_empty(int slot) const {
+    return barrier(Traits::kBarriers - 1 - Traits::kStagingSlots - slot);
   }
 
  private:

@@ -12,6 +12,24 @@ __device__ __forceinline__ void store_shared(uint32_t address, int x, int y, int
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float load_shared_float(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // The tiles of the CTA, through a ring of two slots.  Consumers keep a slot until they are done with its tile, so a
 // tile is taken no earlier than the one before it is begun.
 template <class Traits>
@@ -27,7 +45,7 @@ struct TileRing {
     if (threadIdx.x % 32 == 0) {
       const uint32_t slot = smem.tile(position.slot());
       store_shared(slot, t.seq, t.token, t.head, t.kv_head);
-      store_shared(slot + 16, t.q_begin, t.q_len, t.seq_len, 0);
+      store_shared(slot + 16, t.q_begin, t.q_len, t.seq_len, __float_as_int(t.key_scale));
       ptx::mbarrier_arrive(smem.tile_full(position.slot()));
     }
     position.advance();
@@ -41,12 +59,12 @@ struct TileRing {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(t.seq), "=r"(t.token), "=r"(t.head), "=r"(t.kv_head)
                  : "r"(slot));
-    int unused;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(t.q_begin), "=r"(t.q_len), "=r"(t.seq_len), "=r"(unused)
+                 : "=r"(t.q_begin), "=r"(t.q_len), "=r"(t.seq_len), "=f"(t.key_scale)
                  : "r"(slot + 16));
     return t;
   }
+  __device__ __forceinline__ float key_scale() const { return load_shared_float(smem.tile(position.slot()) + 28); }
   // By the whole warp.
   __device__ __forceinline__ void release() {
     __syncwarp();
@@ -61,59 +79,84 @@ struct TileRing {
   }
 };
 
-// One tile's keys or values, box_rows tokens a lane.  Pieces without a token that the sequence may see are left out.
+// What this lane loads of K and V in the steps of a tile, from the last down: a piece of box_rows slots of a block.
+template <class Traits>
+class PieceWalk {
+ public:
+  __device__ __forceinline__ PieceWalk(const PrefillParams& p, const Tile& tile, const Steps& steps)
+      : p_(p),
+        steps_(steps),
+        seq_len_(tile.seq_len),
+        first_visible_(first_visible_key(p.attention, tile)),
+        table_(p.attention.block_table + tile.seq * p.attention.block_table_stride) {
+    const int first_key = steps.last * kKeys + row();
+    next_place_ = first_key / p.attention.block_size, next_slot_ = first_key % p.attention.block_size;
+    next_block_ = block_of(steps.last);
+  }
+
+  __device__ __forceinline__ void go_to(int step) {
+    const AttentionParams& a = p_.attention;
+    block = next_block_, slot = next_slot_;
+    next_place_ -= kKeys / a.block_size, next_slot_ -= kKeys % a.block_size;
+    if (next_slot_ < 0) next_slot_ += a.block_size, --next_place_;
+    next_block_ = block_of(step - 1);
+    rows = kKeys;
+    const int end = seq_len_ - step * kKeys, begin = max(0, first_visible_ - step * kKeys);
+    if (end < kKeys || begin > 0) rows = ((min(kKeys, end) - 1) / p_.box_rows + 1 - begin / p_.box_rows) * p_.box_rows;
+  }
+
+  __device__ __forceinline__ int row() const { return threadIdx.x % 32 * p_.box_rows; }  // of the step
+
+  int block, slot;  // of the current step; block < 0: the sequence sees no token of the piece, and it is left out
+  int rows;         // of all lanes
+
+ private:
+  static constexpr int kKeys = Traits::kKeys;
+
+  __device__ __forceinline__ int block_of(int step) const {
+    const int key = step * kKeys + row();
+    const bool needed = step >= steps_.first && row() < kKeys && key < seq_len_ && key + p_.box_rows > first_visible_;
+    return needed ? __ldg(table_ + next_place_) : -1;
+  }
+
+  const PrefillParams& p_;
+  const Steps steps_;
+  const int seq_len_, first_visible_;
+  const int32_t* const table_;
+  int next_place_, next_slot_, next_block_;  // place: in the table
+};
+
+// One tile's keys or values.
 template <class Traits, class Full, class Empty, class Data>
 __device__ __forceinline__ void load_blocks(const PrefillParams& p, const CUtensorMap* map, const Tile& tile,
                                             RingPosition<Traits::kStages>& ring, Full full, Empty empty, Data data) {
-  constexpr int kKeys = Traits::kKeys;
-  const AttentionParams& a = p.attention;
-  const int first_visible = first_visible_key(a, tile);
-  const Steps steps = tile_steps<Traits::kRows, kKeys>(p, tile);
+  const Steps steps = tile_steps<Traits::kRows, Traits::kKeys>(p, tile);
   if (steps.last < steps.first) return;
-
-  // Of this lane's piece: row in a step; then, walking down the steps, place in the table and slot in the block.
-  const int lane = threadIdx.x % 32, row = lane * p.box_rows;
-  const int32_t* table = a.block_table + tile.seq * a.block_table_stride;
-  const int blocks_a_step = kKeys / a.block_size, slots_a_step = kKeys % a.block_size;
-  int place = (steps.last * kKeys + row) / a.block_size, slot = (steps.last * kKeys + row) % a.block_size;
-  auto block_of = [&](int step) {
-    const int key = step * kKeys + row;
-    const bool needed = step >= steps.first && row < kKeys && key < tile.seq_len && key + p.box_rows > first_visible;
-    return needed ? __ldg(table + place) : -1;
-  };
-  int next_block = block_of(steps.last);
+  PieceWalk<Traits> piece(p, tile, steps);
 #pragma unroll 1
   for (int step = steps.last; step >= steps.first; --step) {
-    const int block = next_block, block_slot = slot;
-    place -= blocks_a_step;
-    slot -= slots_a_step;
-    if (slot < 0) slot += a.block_size, --place;
-    next_block = block_of(step - 1);
-    int bytes = Traits::kStageBytes;
-    const int end = tile.seq_len - step * kKeys, begin = max(0, first_visible - step * kKeys);
-    if (end < kKeys || begin > 0) {
-      const int pieces = (min(kKeys, end) - 1) / p.box_rows + 1 - begin / p.box_rows;
-      bytes = pieces * p.box_rows * Traits::kRowBytes;
-    }
+    piece.go_to(step);
     ptx::mbarrier_wait(empty(ring.slot()), ring.parity() ^ 1);
-    const uint32_t barrier = full(ring.slot()), dst = data(ring.slot()) + row * Traits::kRowBytes;
-    if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+    const uint32_t barrier = full(ring.slot()), dst = data(ring.slot()) + piece.row() * Traits::kRowBytes;
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_expect_tx(barrier, piece.rows * Traits::kRowBytes);
     __syncwarp();
-    if (block >= 0) {
+    if (piece.block >= 0) {
       if (p.head_parts > 0) {
-        ptx::tensor_load_5d(dst, map, 0, 0, tile.kv_head * p.head_parts, block_slot / 8, block, barrier);
+        ptx::tensor_load_5d(dst, map, 0, 0, tile.kv_head * p.head_parts, piece.slot / 8, piece.block, barrier);
       } else {
 #pragma unroll
         for (int i = 0; i < Traits::kParts; ++i)
-          ptx::tensor_load_5d(dst + i * Traits::kPartBytes, map, i * 64, block_slot, tile.kv_head, block, 0, barrier);
+          ptx::tensor_load_5d(dst + i * Traits::kPartBytes, map, i * 64, piece.slot, tile.kv_head, piece.block, 0,
+                              barrier);
       }
     }
     ring.advance();
   }
 }
 
-template <class Traits>
-__device__ __forceinline__ void produce_tiles(const PrefillParams& p, PrefillSmem<Traits> smem) {
+// `load` is called with every tile, once it has been passed on.
+template <class Traits, class Load>
+__device__ __forceinline__ void produce_tiles(const PrefillParams& p, PrefillSmem<Traits> smem, Load load) {
   TileRing<Traits> tiles{smem};
   TileList<Traits::kRows> list(p);
   const int lane = threadIdx.x % 32;
@@ -124,6 +167,7 @@ __device__ __forceinline__ void produce_tiles(const PrefillParams& p, PrefillSme
     if (tile.seq < 0) break;
     if (lane == 0) index = gridDim.x + static_cast<int>(atomicAdd(p.counters, 1u) + 1u);
     index = __shfl_sync(~0u, index, 0);
+    load(tile);
   }
   // The last CTA restores the counters: every other one has taken its last tile.
   if (lane == 0 && atomicAdd(p.counters + 1, 1u) + 1u == gridDim.x - 1) p.counters[0] = p.counters[1] = ~0u;
@@ -152,43 +196,50 @@ __device__ __forceinline__ void produce_values(const PrefillParams& p, const CUt
 
 // The rows of a tile.  Those past the sequence, and columns past head_dim, become 0.
 template <class Traits>
-__device__ __forceinline__ void produce_queries(const PrefillParams& p, PrefillSmem<Traits> smem) {
+__device__ __forceinline__ void load_query(const PrefillParams& p, PrefillSmem<Traits> smem, const Tile& tile,
+                                           RingPosition<Traits::kQueryBuffers> buffer) {
   using T = typename Traits::T;
   constexpr int kChunks = Traits::kHeadDim / 8, kRowsAtOnce = 32 / kChunks;  // chunks of 16 bytes
   const AttentionParams& a = p.attention;
-  const int lane = threadIdx.x % 32, chunk = lane % kChunks;
+  int lane = threadIdx.x % 32;
+  const int chunk = forget(lane) % kChunks;
+  const T* query = static_cast<const T*>(a.query) + tile.q_begin * a.query_strides.token +
+                   static_cast<int64_t>(tile.kv_head) * p.group * a.query_strides.head + chunk * 8;
+#pragma unroll 1
+  for (int i = 0; i < Traits::kRows; i += 32) {  // lane l finds row i + l, then all lanes copy the 32 rows
+    const TokenHead at = row_of(p, tile, i + lane);
+    const int64_t offset =
+        at.token < tile.q_len ? at.token * a.query_strides.token + at.head * a.query_strides.head : -1;
+    const int warpgroup = i / kWarpgroupRows;
+    const uint32_t dst =
+        smem.query(buffer.slot(), warpgroup) + chunk / 8 * Traits::kQueryPartBytes + i % kWarpgroupRows * 128;
+    if (i % kWarpgroupRows == 0) ptx::mbarrier_wait(smem.query_empty(buffer.slot(), warpgroup), buffer.parity() ^ 1);
+#pragma unroll(Traits::kQuantized ? 1 : 2)
+    for (int r = lane / kChunks; r < 32; r += kRowsAtOnce) {
+      const int64_t source = __shfl_sync(~0u, offset, r);
+      const bool real = source >= 0 && chunk * 8 < a.head_dim;
+      ptx::cp_async_16(dst + r * 128 + ((chunk ^ r) % 8) * 16, real ? query + source : a.query, real ? 16 : 0);
+    }
+    ptx::cp_async_commit();
+  }
+#pragma unroll
+  for (int w = 0; w < Traits::kConsumers; ++w) {
+    if (w == 0)
+      ptx::cp_async_wait<kWarpgroupRows / 32>();
+    else
+      ptx::cp_async_wait<0>();
+    if constexpr (!Traits::kQueryInRegisters) ptx::fence_proxy_async();  // wgmma reads it from shared memory
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(smem.query_full(buffer.slot(), w));
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void produce_queries(const PrefillParams& p, PrefillSmem<Traits> smem) {
   TileRing<Traits> tiles{smem};
   RingPosition<Traits::kQueryBuffers> buffer;
   for (Tile tile = tiles.next(); tile.seq >= 0; tile = tiles.next()) {
-    const T* query = static_cast<const T*>(a.query) + tile.q_begin * a.query_strides.token +
-                     static_cast<int64_t>(tile.kv_head) * p.group * a.query_strides.head + chunk * 8;
-#pragma unroll 1
-    for (int i = 0; i < Traits::kRows; i += 32) {  // lane l finds row i + l, then all lanes copy the 32 rows
-      const TokenHead at = row_of(p, tile, i + lane);
-      const int64_t offset =
-          at.token < tile.q_len ? at.token * a.query_strides.token + at.head * a.query_strides.head : -1;
-      const int warpgroup = i / kWarpgroupRows;
-      const uint32_t dst =
-          smem.query(buffer.slot(), warpgroup) + chunk / 8 * Traits::kQueryPartBytes + i % kWarpgroupRows * 128;
-      if (i % kWarpgroupRows == 0) ptx::mbarrier_wait(smem.query_empty(buffer.slot(), warpgroup), buffer.parity() ^ 1);
-#pragma unroll 2
-      for (int r = lane / kChunks; r < 32; r += kRowsAtOnce) {
-        const int64_t source = __shfl_sync(~0u, offset, r);
-        const bool real = source >= 0 && chunk * 8 < a.head_dim;
-        ptx::cp_async_16(dst + r * 128 + ((chunk ^ r) % 8) * 16, real ? query + source : a.query, real ? 16 : 0);
-      }
-      ptx::cp_async_commit();
-    }
-#pragma unroll
-    for (int w = 0; w < Traits::kConsumers; ++w) {
-      if (w == 0)
-        ptx::cp_async_wait<kWarpgroupRows / 32>();
-      else
-        ptx::cp_async_wait<0>();
-      if constexpr (!Traits::kQueryInRegisters) ptx::fence_proxy_async();  // wgmma reads it from shared memory
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(smem.query_full(buffer.slot(), w));
-    }
+    load_query<Traits>(p, smem, tile, buffer);
     buffer.advance();
   }
 }

@@ -4,6 +4,7 @@
 // row r is token r / group and head r % group.  A tile is kRows of them in turn.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 
 #include "../../../params.h"
@@ -24,6 +25,7 @@ struct PrefillParams {
   int head_parts;      // boxes of whole rows: a KV head's distance in parts of 64 columns; 0: a box is 8 rows of a part
   // A score is scale_log2 x q.k, in units of log2; with a soft cap, cap_log2 x tanh(cap_rate x q.k).
   float scale_log2, cap_log2, cap_rate;
+  uint32_t block_inverse;  // ceil(2^32 / block_size), or 1 more
 };
 
 // Where the rows of a tile begin: `head` of the group, of query token `token`.
@@ -32,6 +34,7 @@ struct Tile {
   int token, head, kv_head;
   int q_begin;  // row of `query` of the sequence's first query token
   int q_len, seq_len;
+  float key_scale;  // of a quantised cache, one for all tokens; else 1; never 0
 
   // Position of the first query token; negative where there are more queries than keys.
   __device__ int first_position() const { return seq_len - q_len; }
@@ -45,6 +48,11 @@ __device__ __forceinline__ TokenHead row_of(const PrefillParams& p, const Tile& 
   const int r = tile.head + row;  // (r + 1) x group < 2^20, so the quotient is exact
   const int token = (r * p.group_inverse) >> 20;
   return {tile.token + token, r - token * p.group};
+}
+
+// Where it does not vary from token to token; else 1.
+__device__ __forceinline__ float head_scale(const ScaleView& scale, int kv_head) {
+  return scale.data && !scale.per_token() ? __ldg(scale.data + kv_head * scale.strides.head) : 1.f;
 }
 
 // Keys that the query tokens first_token .. last_token see, taken together, and each of them.
@@ -110,6 +118,8 @@ class TileList {
     t.q_begin = __shfl_sync(~0u, q_begin_, lane);
     t.q_len = __shfl_sync(~0u, q_len_, lane);
     t.seq_len = __shfl_sync(~0u, seq_len_, lane);
+    const float scale = head_scale(p_.attention.k_scale, t.kv_head);
+    t.key_scale = scale == 0.f ? FLT_MIN : scale;  // 0 times a maximum of -inf would be NaN
     return t;
   }
 
