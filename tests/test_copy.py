@@ -60,6 +60,15 @@ def test_random_permutation(ops):
     check_random_permutation(ops)
 
 
+def test_more_pairs_than_one_launch_may_hold(ops):
+    """On the host, from the first half of the pool to the second."""
+    before = random_bits(make_cache(8000, 2, 1, 8, dtype=torch.float16)[0])
+    order = torch.randperm(4000, generator=torch.Generator().manual_seed(6))
+    cache = before.to(ops.device)
+    ops.copy_blocks([cache], torch.stack([order, torch.arange(4000, 8000)], dim=1))
+    assert_same_bits(cache, torch.cat([before[:4000], before[:4000][order]]).to(ops.device))
+
+
 @pytest.mark.parametrize(
     "pairs", [[(0, 8)], [(8, 0)], [(-1, 0)], [(0, -1)], [(0, 1), (2, 1)], [(0, 1), (2, 3), (4, 2**40)]]
 )

@@ -68,16 +68,23 @@ def test_no_pairs(ops):
     assert_moved(host, before, before, [])
 
 
-def check_many_blocks(ops):
-    """200 blocks in a random order."""
-    (cache, _), (host, _) = (make_cache(200, 4, 2, 32, dtype=torch.float16) for _ in range(2))
-    cache = random_bits(cache).to(ops.device)
-    order = torch.randperm(200, generator=torch.Generator().manual_seed(5))
-    ops.swap_blocks([cache], [host], torch.stack([order, torch.arange(200)], dim=1))
+def check_many_blocks(ops, count=200):
+    """Blocks in a random order, to pinned memory where there is a device, and back."""
+    caches = [random_bits(make_cache(count, 4, 2, 32, dtype=torch.float16)[0], seed) for seed in range(2)]
+    cache, host = caches[0].to(ops.device), caches[1]
+    if ops.device == "cuda":
+        host = host.pin_memory()
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(5))
+    mapping = torch.stack([order, torch.arange(count)], dim=1)
+    ops.swap_blocks([cache], [host], mapping)
     if ops.device == "cuda":
         torch.cuda.synchronize()
-    assert_same_bits(host, cache[order.to(ops.device)])
+    assert_same_bits(host, caches[0][order])
+    cache.zero_()
+    ops.swap_blocks([host], [cache], mapping.flip(1))
+    assert_same_bits(cache, caches[0])
 
 
-def test_many_blocks(ops):
-    check_many_blocks(ops)
+@pytest.mark.parametrize("count", [200, 5000])
+def test_many_blocks(ops, count):
+    check_many_blocks(ops, count)

@@ -159,7 +159,7 @@ struct CudaBackend {
     const bool two_devices = direction == CopyDirection::kDeviceToDevice && src_device != dst_device;
     if (two_devices) order_streams(dst_device, current_stream(dst_device), launch.stream);
     launch_swap_blocks(src, dst, static_cast<const int64_t*>(pairs.data_ptr()), pairs.size(0), direction,
-                       host_is_pinned, launch.stream);
+                       host_is_pinned, launch.workspace, launch.stream);
     if (two_devices) order_streams(src_device, launch.stream, current_stream(dst_device));
     launch.check();
   }

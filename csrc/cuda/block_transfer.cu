@@ -1,6 +1,7 @@
 #include "block_transfer.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "launch.cuh"
 
@@ -114,15 +115,13 @@ void launch(TransferParams<kPairs>& p, int max_ctas, cudaStream_t stream) {
 
 template <int kPairs>
 void launch_arrays(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const TransferPairs& pairs,
-                   int64_t first_pair, int max_ctas, cudaStream_t stream) {
+                   int max_ctas, cudaStream_t stream) {
   TransferParams<kPairs> p;
   p.device_pairs = pairs.device;
   p.plan = pairs.plan;
-  p.num_pairs = static_cast<int>(std::min<int64_t>(pairs.count - first_pair, pairs.host ? kPairs : INT32_MAX));
-  for (int i = 0; pairs.host && i < p.num_pairs; ++i) {
-    const int64_t* pair = pairs.host + 2 * (first_pair + i);
-    p.pairs[i] = {static_cast<int>(pair[0]), static_cast<int>(pair[1])};
-  }
+  p.num_pairs = static_cast<int>(pairs.count);
+  for (int i = 0; pairs.host && i < p.num_pairs; ++i)
+    p.pairs[i] = {static_cast<int>(pairs.host[2 * i]), static_cast<int>(pairs.host[2 * i + 1])};
   // One launch takes up to kMaxArrays arrays of one shape: commonly all of them.
   std::vector<bool> done(src.size());
   for (size_t begin = 0; begin < src.size(); ++begin) {
@@ -151,15 +150,55 @@ void launch_arrays(const std::vector<BlockArray>& src, const std::vector<BlockAr
   }
 }
 
+constexpr int kUploadBytes = 32000;
+
+struct UploadParams {
+  uint64_t words[kUploadBytes / 8];
+};
+
+__global__ void __launch_bounds__(kThreads)
+    upload_kernel(const __grid_constant__ UploadParams p, uint64_t* to, int count) {
+  ptx::pdl_launch_dependents();
+  ptx::pdl_wait();
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i < count) to[i] = p.words[i];
+}
+
+// The pairs of the host as a plan without conflicts.
+const BlockPlan* upload_plan(const TransferPairs& pairs, Workspace& workspace, cudaStream_t stream) {
+  const size_t bytes = sizeof(BlockPlan) + pairs.count * sizeof(BlockPlan::Move);
+  auto* plan = static_cast<BlockPlan*>(workspace.scratch(bytes));
+  std::vector<char> host(bytes);
+  const BlockPlan header = {static_cast<int>(pairs.count), 0, reinterpret_cast<BlockPlan::Move*>(plan + 1), nullptr};
+  std::memcpy(host.data(), &header, sizeof(header));
+  auto* moves = reinterpret_cast<BlockPlan::Move*>(host.data() + sizeof(header));
+  for (int64_t i = 0; i < pairs.count; ++i)
+    moves[i] = {static_cast<int>(pairs.host[2 * i]), static_cast<int>(pairs.host[2 * i + 1])};
+  upload(host.data(), plan, bytes, stream);
+  return plan;
+}
+
 }  // namespace
 
+void upload(const void* from, void* to, size_t bytes, cudaStream_t stream) {
+  for (size_t first = 0; first < bytes; first += kUploadBytes) {
+    UploadParams params;
+    const size_t size = std::min<size_t>(kUploadBytes, bytes - first);
+    std::memcpy(params.words, static_cast<const char*>(from) + first, size);
+    const int count = static_cast<int>(size / 8);
+    launch_pdl(upload_kernel, dim3((count + kThreads - 1) / kThreads), dim3(kThreads), stream, params,
+               static_cast<uint64_t*>(to) + first / 8, count);
+  }
+}
+
 void launch_transfer(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const TransferPairs& pairs,
-                     int max_ctas, cudaStream_t stream) {
-  if (!pairs.host || pairs.count <= kFewPairs)
-    launch_arrays<kFewPairs>(src, dst, pairs, 0, max_ctas, stream);
-  else
-    for (int64_t first = 0; first < pairs.count; first += kManyPairs)
-      launch_arrays<kManyPairs>(src, dst, pairs, first, max_ctas, stream);
+                     int max_ctas, Workspace& workspace, cudaStream_t stream) {
+  if (!pairs.host || pairs.count <= kFewPairs) return launch_arrays<kFewPairs>(src, dst, pairs, max_ctas, stream);
+  if (pairs.count <= kManyPairs) return launch_arrays<kManyPairs>(src, dst, pairs, max_ctas, stream);
+  TransferPairs uploaded;
+  uploaded.plan = upload_plan(pairs, workspace, stream);
+  uploaded.count = pairs.count;
+  launch_arrays<kFewPairs>(src, dst, uploaded, max_ctas, stream);
 }
 
 }  // namespace paged_attn

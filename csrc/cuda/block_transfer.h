@@ -33,6 +33,10 @@ constexpr int kTransferBatch = 8;
 
 // src[i] and dst[i] have equal row_bytes and sizes.  `max_ctas` bounds the grid; 0: as many as fill the device.
 void launch_transfer(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const TransferPairs& pairs,
-                     int max_ctas, cudaStream_t stream);
+                     int max_ctas, Workspace& workspace, cudaStream_t stream);
+
+// Host memory to device memory inside launch parameters: nothing refers to `from` afterwards.  `bytes` and `to`:
+// multiples of 8.
+void upload(const void* from, void* to, size_t bytes, cudaStream_t stream);
 
 }  // namespace paged_attn

@@ -9,7 +9,6 @@ namespace paged_attn {
 namespace {
 
 constexpr int kPlanThreads = 1024;
-constexpr int kUploadPairs = 2000;
 
 struct PlanParams {
   const int64_t* pairs;  // [num_pairs, 2]; a pair with an id out of range is skipped
@@ -84,28 +83,6 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   if (threadIdx.x == 0) *p.plan = {num_free, num_conflicts ? order_conflicts(p) : 0, p.free, p.ordered};
 }
 
-struct UploadParams {
-  int64_t pairs[2 * kUploadPairs];
-};
-
-__global__ void upload_kernel(const __grid_constant__ UploadParams p, int64_t* to, int count) {
-  ptx::pdl_launch_dependents();
-  ptx::pdl_wait();
-  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = p.pairs[i];
-}
-
-// Host pairs to device memory inside launch parameters: nothing refers to the caller's memory afterwards.
-const int64_t* upload_pairs(const int64_t* pairs, int64_t num_pairs, Workspace& workspace, cudaStream_t stream) {
-  auto* to = static_cast<int64_t*>(workspace.scratch(num_pairs * 2 * sizeof(int64_t)));
-  for (int64_t first = 0; first < num_pairs; first += kUploadPairs) {
-    UploadParams params;
-    const int count = static_cast<int>(2 * std::min<int64_t>(kUploadPairs, num_pairs - first));
-    std::copy_n(pairs + 2 * first, count, params.pairs);
-    launch_pdl(upload_kernel, dim3(1), dim3(256), stream, params, to + 2 * first, count);
-  }
-  return to;
-}
-
 const BlockPlan* plan_pairs(const int64_t* pairs, int64_t num_pairs, int64_t num_blocks, Workspace& workspace,
                             cudaStream_t stream) {
   const int64_t num_ordered = num_pairs + num_pairs / 2;  // a cycle of two or more takes one move more
@@ -146,10 +123,15 @@ void launch_copy_blocks(const std::vector<BlockArray>& caches, const int64_t* pa
   } else if (pairs_on_host && !conflicts(pairs, num_pairs, caches[0].num_blocks)) {
     transfer.host = pairs;
   } else {
-    if (pairs_on_host) pairs = upload_pairs(pairs, num_pairs, workspace, stream);
+    if (pairs_on_host) {
+      const size_t bytes = num_pairs * 2 * sizeof(int64_t);
+      auto* uploaded = static_cast<int64_t*>(workspace.scratch(bytes));
+      upload(pairs, uploaded, bytes, stream);
+      pairs = uploaded;
+    }
     transfer.plan = plan_pairs(pairs, num_pairs, caches[0].num_blocks, workspace, stream);
   }
-  launch_transfer(caches, caches, transfer, 0, stream);
+  launch_transfer(caches, caches, transfer, 0, workspace, stream);
 }
 
 }  // namespace paged_attn

@@ -26,6 +26,7 @@ enum class CopyDirection { kHostToDevice, kDeviceToHost, kDeviceToDevice };
 // src[i] and dst[i] have equal block shapes in bytes; `pairs` is in host memory that the caller may change as soon as
 // the call returns.
 void launch_swap_blocks(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const int64_t* pairs,
-                        int64_t num_pairs, CopyDirection direction, bool host_is_pinned, cudaStream_t stream);
+                        int64_t num_pairs, CopyDirection direction, bool host_is_pinned, Workspace& workspace,
+                        cudaStream_t stream);
 
 }  // namespace paged_attn

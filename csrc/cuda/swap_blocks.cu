@@ -7,8 +7,8 @@
 namespace paged_attn {
 namespace {
 
-// Eight CTAs of loads or stores over the host link fill it; more would only take multiprocessors from other work.
-constexpr int kHostLinkCtas = 8;
+// Twelve CTAs of loads or stores over the host link fill it; more would only take multiprocessors from other work.
+constexpr int kHostLinkCtas = 12;
 
 // The arrays as the device sees pinned host memory; false where it cannot.
 bool map_to_device(std::vector<BlockArray>& arrays) {
@@ -83,18 +83,22 @@ int device_of(const void* p) {
 }  // namespace
 
 void launch_swap_blocks(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const int64_t* pairs,
-                        int64_t num_pairs, CopyDirection direction, bool host_is_pinned, cudaStream_t stream) {
+                        int64_t num_pairs, CopyDirection direction, bool host_is_pinned, Workspace& workspace,
+                        cudaStream_t stream) {
   if (src.empty() || num_pairs == 0) return;
   TransferPairs transfer;
   transfer.host = pairs;
   transfer.count = num_pairs;
   if (direction == CopyDirection::kDeviceToDevice) {
-    if (device_of(src[0].data) == device_of(dst[0].data)) return launch_transfer(src, dst, transfer, 0, stream);
+    if (device_of(src[0].data) == device_of(dst[0].data))
+      return launch_transfer(src, dst, transfer, 0, workspace, stream);
   } else if (host_is_pinned) {
     std::vector<BlockArray> mapped = direction == CopyDirection::kHostToDevice ? src : dst;
-    if (map_to_device(mapped))
-      return direction == CopyDirection::kHostToDevice ? launch_transfer(mapped, dst, transfer, kHostLinkCtas, stream)
-                                                       : launch_transfer(src, mapped, transfer, kHostLinkCtas, stream);
+    if (map_to_device(mapped)) {
+      const bool to_device = direction == CopyDirection::kHostToDevice;
+      return launch_transfer(to_device ? mapped : src, to_device ? dst : mapped, transfer, kHostLinkCtas, workspace,
+                             stream);
+    }
   }
   for (size_t i = 0; i < src.size(); ++i) copy_runs(src[i], dst[i], pairs, num_pairs, kind_of(direction), stream);
 }
