@@ -1,4 +1,4 @@
-// Compile-time shape of the tensor-core kernel, its arguments, and where things lie in shared memory.
+// Compile-time shape of the kernel, its arguments, and where things lie in shared memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,6 +16,8 @@ struct KernelArgs {
   Plan plan;
   Partials partials;
   int min_share;    // least work of a CTA
+  bool deals;       // query tiles are dealt whole as far as they fill the grid
+  int block_shift;  // log2 of p.block_size; -1: it is no power of two
   int stages;       // of the ring that K and V arrive in, at least 2
   int query_bytes;  // a copy: 16 where every row starts at a multiple of 16 bytes, else 8, else 1 (element by element)
   int cache_bytes;  // the same for K and V
@@ -26,36 +28,43 @@ struct Config {
   using T = T_;                               // of query and output
   static constexpr int kHeadDim = kHeadDim_;  // p.head_dim or more; what is above is 0 in shared memory
   static constexpr bool kQuantized = kQuantized_;
-  static constexpr bool kDecode = kDecode_;  // the warps share 16 rows and split the keys; else they split the rows
+  static constexpr bool kTensorCores = !std::is_same_v<T, float>;
+  // Tensor cores: the warps share 16 rows and split the keys; else they split the rows.  Without: see FmaRows.
+  static constexpr bool kDecode = kDecode_;
+
+  static constexpr bool kLocalPlan = kDecode;  // a plan of few entries is made by every CTA for itself
 
   // Of both products.  fp16 holds every quantised element exactly, and a bf16 query row once it is scaled (load_query).
-  using Operand = std::conditional_t<kQuantized, __half, T>;
+  using Operand = std::conditional_t<kQuantized && kTensorCores, __half, T>;
   static constexpr bool kScaledQuery = !std::is_same_v<T, Operand>;
 
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kRowTiles =
       !kDecode && (kQuantized ? 2 : 1) * kHeadDim <= 128 ? 2 : 1;  // 16-row tiles of a warp
-  static constexpr int kWarpRows = 16 * kRowTiles;
-  static constexpr int kRows = kDecode ? 16 : kWarps * kWarpRows;
-  static constexpr int kKeys = kDecode || kHeadDim <= 128 ? 64 : 32;
+  static constexpr int kWarpRows = kTensorCores ? 16 * kRowTiles : kHeadDim <= 128 ? 4 : 2;
+  static constexpr int kRows = kDecode ? kWarpRows : kWarps * kWarpRows;
+  static constexpr int kKeys = !kTensorCores ? 4096 / kHeadDim : kDecode || kHeadDim <= 128 ? 64 : 32;
   static constexpr int kWarpKeys = kDecode ? kKeys / kWarps : kKeys;
 
-  // Q, K and V for ldmatrix: rows of kRowBytes; the 16-byte chunk c of row r lies at place c ^ (r & 7).  A tile begins
-  // at a multiple of kRowBytes, so that the chunks of a row differ in address bits 4 and up alone.
-  static constexpr int kRowBytes = kHeadDim * 2;
+  // Q, K and V: rows of kRowBytes.  For ldmatrix, the 16-byte chunk c of row r lies at place c ^ (r & 7).  A tile
+  // begins at a multiple of kRowBytes, so that the chunks of a row differ in address bits 4 and up alone.
+  static constexpr int kRowBytes = kHeadDim * sizeof(Operand);
   static constexpr int kTileBytes = kKeys * kRowBytes;
-  // What arrives in a stage: K, then V; quantised ones as they are, to be converted into one tile pair before use.
-  static constexpr int kCacheRowBytes = kQuantized ? kHeadDim : kRowBytes;
+  // What arrives in a stage: K, then V; quantised ones as they are: for the tensor cores they are converted into one
+  // tile pair before use.
+  static constexpr int kCacheElementBytes = kQuantized ? 1 : sizeof(T);
+  static constexpr int kCacheRowBytes = kHeadDim * kCacheElementBytes;
   static constexpr int kStageBytes = 2 * kKeys * kCacheRowBytes;
 
   // Shared memory, in bytes from its start.  Per stage, behind the stages: RowAddress [kKeys], and, quantised,
   // float scales[2][kKeys].
   static constexpr int kQuery = 0;
   static constexpr int kConverted = kQuery + kRows * kRowBytes;
-  static constexpr int kQueryScales = kConverted + (kQuantized ? 2 * kTileBytes : 0);  // float [kRows]
-  static constexpr int kShared = kQueryScales + (kScaledQuery ? kRows * 4 : 0);        // CtaState
-  static constexpr int kStates = kShared + 384;                                        // float2 [kWarps][kRows]
-  static constexpr int kStages = (kStates + (kDecode ? kWarps * kRows * 8 : 0) + 511) / 512 * 512;
+  static constexpr int kQueryScales = kConverted + (kQuantized && kTensorCores ? 2 * kTileBytes : 0);  // float [kRows]
+  static constexpr int kShared = kQueryScales + (kScaledQuery ? kRows * 4 : 0);                        // CtaState
+  static constexpr int kStates = kShared + 640;  // float2 [kWarps][kWarpRows]
+  static constexpr int kPlan = kStates + (kDecode || !kTensorCores ? kWarps * kWarpRows * 8 : 0);  // LocalPlan
+  static constexpr int kStages = (kPlan + (kLocalPlan ? 4160 : 0) + 511) / 512 * 512;
   static constexpr int kAddressBytes = kKeys * 16;
   static constexpr int kScaleBytes = kQuantized ? 2 * kKeys * 4 : 0;
   static constexpr int smem_bytes(int stages) { return kStages + stages * (kStageBytes + kAddressBytes + kScaleBytes); }
@@ -63,6 +72,12 @@ struct Config {
 
 __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk, uint32_t row_bytes) {
   return row * row_bytes + ((chunk ^ (row & 7)) << 4);
+}
+
+// Where a chunk of a tile of Operand lies.
+template <class C>
+__device__ __forceinline__ uint32_t chunk_place(uint32_t row, uint32_t chunk) {
+  return C::kTensorCores ? swizzled(row, chunk, C::kRowBytes) : row * C::kRowBytes + chunk * 16;
 }
 
 }  // namespace paged_attn::mma

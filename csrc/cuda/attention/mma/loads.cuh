@@ -16,19 +16,21 @@ __device__ __forceinline__ void copy_unaligned(unsigned char* dst, const unsigne
     ptx::cp_async_8(ptx::smem_address(dst), src, min(bytes, 8));
     ptx::cp_async_8(ptx::smem_address(dst + 8), bytes > 8 ? src + 8 : src, max(bytes - 8, 0));
   } else {
+    using Element =
+        std::conditional_t<kElementBytes == 4, uint32_t, std::conditional_t<kElementBytes == 2, uint16_t, uint8_t>>;
 #pragma unroll 1
-    for (int i = 0; i < 16; i += kElementBytes) {
-      if constexpr (kElementBytes == 2)
-        *reinterpret_cast<uint16_t*>(dst + i) = i < bytes ? *reinterpret_cast<const uint16_t*>(src + i) : 0;
-      else
-        dst[i] = i < bytes ? src[i] : 0;
-    }
+    for (int i = 0; i < 16; i += kElementBytes)
+      *reinterpret_cast<Element*>(dst + i) = i < bytes ? *reinterpret_cast<const Element*>(src + i) : Element{0};
   }
 }
 
-// Where the key and the value of a token lie; null: they are not to be read.
-struct alignas(16) RowAddress {
-  const unsigned char *key, *value;
+// Where a token's key and value lie; null: they are not to be read.
+using RowAddress = const unsigned char* [2];
+
+// The keys or the values of a KV head.
+struct HeadView {
+  const unsigned char* base;
+  int64_t block_bytes, slot_bytes;
 };
 
 // Moves the keys and values of pieces; attention_kernel says who calls what when, and where the barriers stand.
@@ -37,69 +39,61 @@ class Loader {
  public:
   __device__ Loader(const KernelArgs& args, unsigned char* smem) : args_(args), smem_(smem) {}
 
-  // Row `row` of `tile` lies in this block; -1: it is not to be read and becomes 0.
-  __device__ int find_block(const Piece& piece, int tile, int row) const {
-    const int key = tile * C::kKeys + row;
+  // Whether a warp copies the keys and values that it works on, and nothing else: no other warp waits for it.
+  static constexpr bool kWarpLoadsItsKeys = C::kDecode;
+  static constexpr int kCopyThreads = kWarpLoadsItsKeys ? 32 : C::kThreads;  // that copy the same rows, kCopyRows
+  static constexpr int kCopyRows = kWarpLoadsItsKeys ? C::kWarpKeys : C::kKeys;
+  static constexpr int kRowChunks = C::kCacheRowBytes / 16, kRowsAtOnce = kCopyThreads / kRowChunks;
+  static constexpr int kLoadSteps = kCopyRows / kRowsAtOnce;
+
+  // Every warp looks up its share of the rows of a tile: a lane the key or, if `looks_up_value`, the value of one.
+  static constexpr int kLookupRows = C::kKeys / C::kWarps;
+  static_assert(kLookupRows <= 16);
+  __device__ static bool looks_up() { return threadIdx.x % 16 < kLookupRows; }
+  __device__ static int lookup_row() { return threadIdx.x / 32 * kLookupRows + threadIdx.x % 16; }
+  __device__ static int looks_up_value() { return threadIdx.x / 16 % 2; }
+
+  // lookup_row of `tile` lies in this block; -1: it is not to be read and becomes 0.
+  __device__ int find_block(const Piece& piece, int tile) const {
+    const int key = tile * C::kKeys + lookup_row();
     if (tile >= piece.tile_end || key < piece.span.key_begin || key >= piece.span.key_end) return -1;
-    return __ldg(args_.p.block_table + piece.entry.seq * args_.p.block_table_stride + key / args_.p.block_size);
+    const int column = args_.block_shift >= 0 ? key >> args_.block_shift : key / args_.p.block_size;
+    return __ldg(args_.p.block_table + piece.entry.seq * args_.p.block_table_stride + column);
   }
 
-  // Tells all threads where row `row` of the tile for `stage` lies.
-  __device__ void publish_address(const Piece& piece, int stage, int tile, int row, int block) {
-    const AttentionParams& p = args_.p;
-    RowAddress address = {nullptr, nullptr};
-    if (block >= 0) {
-      const int slot = (tile * C::kKeys + row) % p.block_size;
-      auto find = [&](const void* cache, const BlockStrides& strides) {
-        return static_cast<const unsigned char*>(cache) +
-               kElementBytes * (block * strides.block + slot * strides.slot + piece.head * strides.head);
-      };
-      address = {find(p.key_cache, p.key_strides), find(p.value_cache, p.value_strides)};
-    }
-    addresses(stage)[row] = address;
+  // Tells those who copy it where lookup_row of the tile for `stage` lies.  `views`: of keys and values.
+  __device__ void publish_address(const HeadView* views, int stage, int tile, int block) {
+    const HeadView& view = views[looks_up_value()];
+    const unsigned char* address = nullptr;
+    if (block >= 0) address = view.base + block * view.block_bytes + slot_of(tile) * view.slot_bytes;
+    addresses(stage)[lookup_row()][looks_up_value()] = address;
   }
 
-  // The scales of row `row`, where they differ from token to token; 0 for a row that is not read.
-  __device__ void load_scales(const Piece& piece, int stage, int tile, int row, int block) {
-    load_scale(args_.p.k_scale, piece, scales(stage) + row, tile * C::kKeys + row, block);
-    load_scale(args_.p.v_scale, piece, scales(stage) + C::kKeys + row, tile * C::kKeys + row, block);
+  // The scale of lookup_row, where it differs from token to token; 0 for a row that is not read.
+  __device__ void load_scale(const Piece& piece, int stage, int tile, int block) {
+    const ScaleView scale = looks_up_value() ? args_.p.v_scale : args_.p.k_scale;
+    if (!per_token(scale)) return;
+    const int64_t from =
+        block < 0 ? 0
+                  : block * scale.strides.block + slot_of(tile) * scale.strides.slot + piece.head * scale.strides.head;
+    float* to = scales(stage) + looks_up_value() * C::kKeys + lookup_row();
+    ptx::cp_async_4(ptx::smem_address(to), scale.data + from, block < 0 ? 0 : 4);
   }
 
-  // Keys and values of the rows of step `step` of a tile whose addresses were published before the last barrier; all of
-  // 0 <= step < kLoadSteps make the tile.
-  static constexpr int kRowChunks = C::kCacheRowBytes / 16, kRowsAtOnce = C::kThreads / kRowChunks;
-  static constexpr int kLoadSteps = C::kKeys / kRowsAtOnce;
-  __device__ __forceinline__ void load_step(int stage, int step) const {
-    load_rows(stage, step, [](unsigned char* dst, const unsigned char* src, int bytes) {
-      ptx::cp_async_16(ptx::smem_address(dst), src, bytes);
-    });
-  }
-  // The whole tile, where rows do not start at multiples of 16 bytes.
-  __device__ void load_unaligned(int stage) const {
-#pragma unroll 1
-    for (int step = 0; step < kLoadSteps; ++step)
-      load_rows(stage, step, [this](unsigned char* dst, const unsigned char* src, int bytes) {
-        copy_unaligned<kElementBytes>(dst, src, bytes, args_.cache_bytes);
-      });
-  }
-  __device__ bool aligned() const { return args_.cache_bytes == 16; }
+  // Copies a tile whose addresses are published.
   __device__ void load_tile(const Piece& piece, int stage, int tile) const {
     const int first_key = tile * C::kKeys;
-    if (!aligned()) {
-      load_unaligned(stage);
+    if (args_.cache_bytes != 16) {
+      load_rows(stage, [this](unsigned char* dst, const unsigned char* src, int bytes) {
+        copy_unaligned<C::kCacheElementBytes>(dst, src, bytes, args_.cache_bytes);
+      });
     } else if (args_.p.head_dim == C::kHeadDim && first_key >= piece.span.key_begin &&
                first_key + C::kKeys <= piece.span.key_end) {
-      const int row0 = threadIdx.x / kRowChunks, chunk = threadIdx.x % kRowChunks;
-#pragma unroll
-      for (int step = 0; step < kLoadSteps; ++step) {
-        const RowAddress from = addresses(stage)[row0 + step * kRowsAtOnce];
-        unsigned char* to = place(stage, row0 + step * kRowsAtOnce, chunk);
-        ptx::cp_async_16(ptx::smem_address(to), from.key + chunk * 16);
-        ptx::cp_async_16(ptx::smem_address(to + C::kStageBytes / 2), from.value + chunk * 16);
-      }
+      load_whole_rows(stage);
     } else {
-#pragma unroll 1
-      for (int step = 0; step < kLoadSteps; ++step) load_step(stage, step);
+      load_rows(stage, [](unsigned char* dst, const unsigned char* src, int bytes) {
+        ptx::cp_async_16(ptx::smem_address(dst), src, bytes);
+      });
     }
   }
 
@@ -110,19 +104,20 @@ class Loader {
     const PlanEntry& e = piece.entry;
     const int group = p.num_heads / p.num_kv_heads;
     const int chunk = threadIdx.x % kRowChunks;
-    const int there = max(0, min(16, p.head_dim * 2 - chunk * 16));
+    constexpr int kElementBytes = sizeof(typename C::T);
+    const int there = max(0, min(16, p.head_dim * kElementBytes - chunk * 16));
 #pragma unroll 1
     for (int row = threadIdx.x / kRowChunks; row < C::kRows; row += kRowsAtOnce) {
       const int packed = e.first_row + min(row, piece.num_rows - 1);
       const int64_t from = (e.q_begin + packed / group) * p.query_strides.token +
                            (piece.head * group + packed % group) * p.query_strides.head;
-      unsigned char* to = smem_ + C::kQuery + swizzled(row, chunk, C::kRowBytes);
-      const unsigned char* source = static_cast<const unsigned char*>(p.query) + from * 2 + chunk * 16;
+      unsigned char* to = query() + chunk_place<C>(row, chunk);
+      const unsigned char* source = static_cast<const unsigned char*>(p.query) + from * kElementBytes + chunk * 16;
       const int bytes = row < piece.num_rows ? there : 0;
       if (args_.query_bytes == 16)
         ptx::cp_async_16(ptx::smem_address(to), source, bytes);
       else
-        copy_unaligned<2>(to, source, bytes, args_.query_bytes);
+        copy_unaligned<kElementBytes>(to, source, bytes, args_.query_bytes);
     }
     if constexpr (C::kScaledQuery) {
       ptx::cp_async_commit();
@@ -131,6 +126,7 @@ class Loader {
       for (int row = threadIdx.x / kRowChunks; row < C::kRows; row += kRowsAtOnce) scale_query<kRowChunks>(row, chunk);
     }
   }
+  __device__ unsigned char* query() const { return smem_ + C::kQuery; }
   __device__ float* query_scales() const { return reinterpret_cast<float*>(smem_ + C::kQueryScales); }
 
   // Quantised: the stage's tile pair, converted and laid out for ldmatrix.  A warp that works on keys of its own
@@ -159,23 +155,56 @@ class Loader {
   }
 
  private:
-  static constexpr int kElementBytes = C::kQuantized ? 1 : 2;
+  // The row of step 0 that this thread copies.
+  __device__ static int first_row() {
+    return (kWarpLoadsItsKeys ? threadIdx.x / 32 * C::kWarpKeys : 0) + threadIdx.x % kCopyThreads / kRowChunks;
+  }
+  __device__ int slot_of(int tile) const {
+    const int key = tile * C::kKeys + lookup_row();
+    return args_.block_shift >= 0 ? key & (args_.p.block_size - 1) : key % args_.p.block_size;
+  }
 
   // Of a key; its value lies kStageBytes / 2 behind.
   __device__ __forceinline__ unsigned char* place(int stage, int row, int chunk) const {
-    return stage_data(stage) +
-           (C::kQuantized ? row * C::kCacheRowBytes + chunk * 16 : swizzled(row, chunk, C::kRowBytes));
+    return stage_data(stage) + (C::kQuantized ? row * C::kCacheRowBytes + chunk * 16 : chunk_place<C>(row, chunk));
   }
+  // Some steps' addresses are read before the first copy, so that they arrive together.
+  __device__ __forceinline__ void load_whole_rows(int stage) const {
+    constexpr int kBatch = kLoadSteps < 8 ? kLoadSteps : 8;
+    const int row0 = first_row(), chunk = threadIdx.x % kRowChunks;
+#pragma unroll
+    for (int step0 = 0; step0 < kLoadSteps; step0 += kBatch) {
+      const unsigned char *keys[kBatch], *values[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const RowAddress& from = addresses(stage)[row0 + (step0 + i) * kRowsAtOnce];
+        const auto both = *reinterpret_cast<const ulonglong2*>(&from);
+        keys[i] = reinterpret_cast<const unsigned char*>(both.x);
+        values[i] = reinterpret_cast<const unsigned char*>(both.y);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const uint32_t to = ptx::smem_address(place(stage, row0 + (step0 + i) * kRowsAtOnce, chunk));
+        ptx::cp_async_16(to, keys[i] + chunk * 16);
+        ptx::cp_async_16(to + C::kStageBytes / 2, values[i] + chunk * 16);
+      }
+    }
+  }
+  // The same for rows that are not to be read or end early.
   template <class Copy>
-  __device__ __forceinline__ void load_rows(int stage, int step, Copy copy) const {
-    const int row = threadIdx.x / kRowChunks + step * kRowsAtOnce, chunk = threadIdx.x % kRowChunks;
-    const int there = min(16, args_.p.head_dim * kElementBytes - chunk * 16);  // the rest of kHeadDim becomes 0
-    const RowAddress from = addresses(stage)[row];
-    unsigned char* to = place(stage, row, chunk);
-    const bool read = from.key != nullptr && there > 0;
+  __device__ void load_rows(int stage, Copy copy) const {
+    const int row0 = first_row(), chunk = threadIdx.x % kRowChunks;
+    const int there = min(16, args_.p.head_dim * C::kCacheElementBytes - chunk * 16);  // the rest of kHeadDim becomes 0
     const auto* nowhere = static_cast<const unsigned char*>(args_.p.key_cache);
-    copy(to, read ? from.key + chunk * 16 : nowhere, read ? there : 0);
-    copy(to + C::kStageBytes / 2, read ? from.value + chunk * 16 : nowhere, read ? there : 0);
+#pragma unroll 1
+    for (int step = 0; step < kLoadSteps; ++step) {
+      const int row = row0 + step * kRowsAtOnce;
+      const RowAddress& from = addresses(stage)[row];
+      unsigned char* to = place(stage, row, chunk);
+      const bool read = from[0] != nullptr && there > 0;
+      copy(to, read ? from[0] + chunk * 16 : nowhere, read ? there : 0);
+      copy(to + C::kStageBytes / 2, read ? from[1] + chunk * 16 : nowhere, read ? there : 0);
+    }
   }
 
   // bf16 to fp16 in place: the row's magnitudes are brought to below 2^15 by a power of two, which then multiplies its
@@ -221,13 +250,6 @@ class Loader {
 
   __device__ RowAddress* addresses(int stage) const {
     return reinterpret_cast<RowAddress*>(smem_ + C::kStages + args_.stages * C::kStageBytes + stage * C::kAddressBytes);
-  }
-  __device__ void load_scale(const ScaleView& scale, const Piece& piece, float* to, int key, int block) const {
-    if (!per_token(scale)) return;
-    const int64_t from = block < 0 ? 0
-                                   : block * scale.strides.block + key % args_.p.block_size * scale.strides.slot +
-                                         piece.head * scale.strides.head;
-    ptx::cp_async_4(ptx::smem_address(to), scale.data + from, block < 0 ? 0 : 4);
   }
 
   const KernelArgs& args_;

@@ -64,13 +64,13 @@ __device__ void for_each_row(const AttentionParams& p, TileShape shape, const Pl
 // blockIdx.x is a CTA of the attention kernel; its cut item is merged.
 template <class T>
 __global__ void __launch_bounds__(kWarps * 32)
-    merge_kernel(const __grid_constant__ AttentionParams p, TileShape shape, Plan plan, Partials partials) {
+    merge_kernel(const __grid_constant__ AttentionParams p, TileShape shape, Partials partials) {
   ptx::pdl_launch_dependents();
   ptx::pdl_wait();
   const int cta = blockIdx.x;
   const CutItem item = partials.items[cta];
   if (item.num_parts == 0) return;
-  const PlanEntry e = plan.entries[item.entry];
+  const PlanEntry& e = item.entry;
   for_each_row(p, shape, e, item.head, [&](int r, int token, int head) {
     auto part = [&](int i) { return partials.balanced_row(shape, cta + i, i == 0, r); };
     merge_row<T>(p, partials, item.num_parts, part, e.q_begin + token, head);
@@ -103,14 +103,14 @@ __global__ void __launch_bounds__(kWarps * 32)
 }
 
 template <class T>
-void launch(const AttentionParams& p, TileShape shape, const Plan& plan, const Partials& partials, int num_ctas,
-            cudaStream_t stream, bool dependent) {
+void launch(const AttentionParams& p, QueryRange range, TileShape shape, const Plan& plan, const Partials& partials,
+            int num_ctas, cudaStream_t stream, bool dependent) {
   const unsigned row_blocks = std::min(8, shape.rows / kWarps);
   if (partials.unit_tiles == 0) {
     const dim3 grid(num_ctas, row_blocks);
-    launch_kernel(merge_kernel<T>, grid, kWarps * 32, 0, stream, dependent, p, shape, plan, partials);
+    launch_kernel(merge_kernel<T>, grid, kWarps * 32, 0, stream, dependent, p, shape, partials);
   } else {
-    const dim3 grid(static_cast<unsigned>(std::min<int64_t>(max_plan_entries(p, shape), 1024)), row_blocks,
+    const dim3 grid(static_cast<unsigned>(std::min<int64_t>(max_plan_entries(p, range, shape), 1024)), row_blocks,
                     p.num_kv_heads);
     launch_kernel(merge_units_kernel<T>, grid, kWarps * 32, 0, stream, dependent, p, shape, plan, partials);
   }
@@ -118,12 +118,12 @@ void launch(const AttentionParams& p, TileShape shape, const Plan& plan, const P
 
 }  // namespace
 
-void launch_merge(const AttentionParams& p, TileShape shape, const Plan& plan, const Partials& partials, int num_ctas,
-                  cudaStream_t stream, bool dependent) {
+void launch_merge(const AttentionParams& p, QueryRange range, TileShape shape, const Plan& plan,
+                  const Partials& partials, int num_ctas, cudaStream_t stream, bool dependent) {
   auto run = p.dtype == DType::kFloat16    ? launch<__half>
              : p.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>
                                            : launch<float>;
-  run(p, shape, plan, partials, num_ctas, stream, dependent);
+  run(p, range, shape, plan, partials, num_ctas, stream, dependent);
 }
 
 }  // namespace paged_attn::mma

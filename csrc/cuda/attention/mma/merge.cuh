@@ -30,7 +30,7 @@ struct Partials {
   }
 };
 
-void launch_merge(const AttentionParams& p, TileShape shape, const Plan& plan, const Partials& partials, int num_ctas,
-                  cudaStream_t stream, bool dependent);
+void launch_merge(const AttentionParams& p, QueryRange range, TileShape shape, const Plan& plan,
+                  const Partials& partials, int num_ctas, cudaStream_t stream, bool dependent);
 
 }  // namespace paged_attn::mma

@@ -4,7 +4,7 @@
 // are read once a group.  A sequence's packed rows are cut into query tiles, the keys that a query tile sees into key
 // tiles. The list (sequence, query tile, KV head, key tile), flattened in this order, is cut into one contiguous share
 // a CTA
-// ("stream-K").  plan_kernel writes the list's query tiles; everything else follows from it on the device.
+// ("stream-K").  make_plan writes the list's query tiles; everything else follows from it on the device.
 #pragma once
 
 #include <climits>
@@ -29,8 +29,10 @@ struct alignas(16) PlanEntry {
   int padding;
 };
 
+// In global memory, or, made by a CTA for itself alone, in shared memory.
 struct Plan {
   int* num_entries;
+  int* num_dealt;  // items that CTAs have taken
   PlanEntry* entries;
 };
 
@@ -70,20 +72,26 @@ struct Piece {
 
 // The item that begins in a CTA and ends in a later one.
 struct CutItem {
-  int entry;      // in the plan
+  PlanEntry entry;
   int head;       // KV head
   int num_parts;  // 0: there is none
 };
 
-// The pieces of one CTA, in order.  With unit_tiles > 0 (batch_invariant) pieces end at multiples of unit_tiles,
-// counted from key 0, and belong to the CTA whose share holds their first tile: the cut of a row depends on the row
-// alone. All threads of a warp walk together.
+// The pieces of one CTA, in order.  With `deals`, the items from the list's end on, its longest, are taken whole by
+// whoever comes first, as many as fill the grid a whole number of times; the rest is cut.  With unit_tiles > 0
+// (batch_invariant) pieces end at multiples of unit_tiles, counted from key 0, and belong to the CTA whose share holds
+// their first tile, or all items are dealt: the cut of a row depends on the row alone.  All threads of a warp make a
+// walk together; then one of them walks.
 class Walk {
  public:
-  __device__ Walk(const AttentionParams& p, TileShape shape, const Plan& plan, int min_share, int unit_tiles)
-      : entries_(plan.entries), shape_(shape), unit_tiles_(unit_tiles), index_(0), next_begin_(0) {
-    const int count = *plan.num_entries;
-    const int64_t total = entries_[count].begin;
+  __device__ Walk(const AttentionParams& p, TileShape shape, const Plan& plan, bool deals, int min_share,
+                  int unit_tiles)
+      : plan_(plan), shape_(shape), unit_tiles_(unit_tiles), index_(0), next_begin_(0) {
+    const int count = *plan.num_entries, heads = p.num_kv_heads;
+    num_items_ = count * heads;
+    num_cut_ = !deals ? num_items_ : unit_tiles > 0 ? 0 : num_items_ % static_cast<int>(gridDim.x);
+    int64_t total = plan.entries[num_cut_ / heads].begin;
+    if (num_cut_ % heads > 0) total += num_cut_ % heads * ((plan.entries[num_cut_ / heads + 1].begin - total) / heads);
     share_ = max((total + gridDim.x - 1) / gridDim.x, static_cast<int64_t>(min_share));
     position_ = min(share_ * blockIdx.x, total);
     end_ = min(position_ + share_, total);
@@ -94,14 +102,24 @@ class Walk {
   }
 
   __device__ bool next(const AttentionParams& p, Piece& piece) {
+    if (num_cut_ < num_items_) {
+      const int item = num_items_ - 1 - atomicAdd(plan_.num_dealt, 1);
+      if (item >= num_cut_) {
+        fill(p, plan_.entries[item / p.num_kv_heads], piece);
+        piece.head = item % p.num_kv_heads;
+        piece.tile_begin = piece.span.tile_begin;
+        piece.tile_end = piece.span.tile_end;
+        piece.first = piece.last = true;
+        return true;
+      }
+      num_items_ = num_cut_;
+    }
     while (position_ < end_) {
       while (position_ >= next_begin_) {
         ++index_;
         load();
       }
-      piece.entry = entry_;
-      piece.span = key_span(p, shape_, entry_);
-      piece.num_rows = min(shape_.rows, entry_.q_len * (p.num_heads / p.num_kv_heads) - entry_.first_row);
+      fill(p, entry_, piece);
       const unsigned tiles = piece.span.tile_end - piece.span.tile_begin;
       const unsigned offset = static_cast<unsigned>(position_ - entry_.begin);
       piece.head = offset / tiles;
@@ -124,7 +142,7 @@ class Walk {
   // Of the balanced cut, after next: the item whose first but not last piece is `piece`.
   __device__ CutItem cut_item(const Piece& piece) const {
     const int64_t left = piece.span.tile_end - piece.tile_end;
-    return {index_, piece.head, 1 + static_cast<int>((left + share_ - 1) / share_)};
+    return {piece.entry, piece.head, 1 + static_cast<int>((left + share_ - 1) / share_)};
   }
 
  private:
@@ -135,19 +153,25 @@ class Walk {
     while (high - low > 1) {
       const int step = (high - low + 31) / 32;
       const int probe = low + lane * step;
-      const unsigned hits = __ballot_sync(~0u, probe < high && entries_[probe].begin <= position_);
+      const unsigned hits = __ballot_sync(~0u, probe < high && plan_.entries[probe].begin <= position_);
       low += (31 - __clz(hits)) * step;
       high = min(high, low + step);
     }
     return low;
   }
+  __device__ void fill(const AttentionParams& p, const PlanEntry& entry, Piece& piece) const {
+    piece.entry = entry;
+    piece.span = key_span(p, shape_, entry);
+    piece.num_rows = min(shape_.rows, entry.q_len * (p.num_heads / p.num_kv_heads) - entry.first_row);
+  }
   __device__ void load() {
-    entry_ = entries_[index_];
-    next_begin_ = entries_[index_ + 1].begin;
+    entry_ = plan_.entries[index_];
+    next_begin_ = plan_.entries[index_ + 1].begin;
   }
 
-  const PlanEntry* entries_;
+  Plan plan_;
   TileShape shape_;
+  int num_items_, num_cut_;  // items of the list not known to be taken, and of those that are cut
   int unit_tiles_, index_;
   int64_t share_, position_, end_, next_begin_;
   PlanEntry entry_;
@@ -155,9 +179,10 @@ class Walk {
 
 // ---- Host
 // A bound on the query tiles of a call.
-inline int64_t max_plan_entries(const AttentionParams& p, TileShape shape) {
-  const int64_t packed_rows = static_cast<int64_t>(p.num_tokens) * (p.num_heads / p.num_kv_heads);
-  return packed_rows / shape.rows + p.num_seqs;
+inline int64_t max_plan_entries(const AttentionParams& p, QueryRange range, TileShape shape) {
+  const int64_t group = p.num_heads / p.num_kv_heads;
+  if (range.max_len * group <= shape.rows) return p.num_seqs;
+  return p.num_tokens * group / shape.rows + p.num_seqs;
 }
 void launch_plan(const AttentionParams& p, QueryRange range, TileShape shape, const Plan& plan, cudaStream_t stream,
                  bool dependent);

@@ -1,0 +1,336 @@
+// The softmax state and the output of the query rows of a warp, on the tensor cores.
+#pragma once
+
+#include "epilogue.cuh"
+#include "loads.cuh"
+#include "score_rule.cuh"
+
+namespace paged_attn::mma {
+
+// A lane holds, of every 16-row tile m, rows lane / 4 (h = 0) and lane / 4 + 8 (h = 1); of every 8 columns n, columns
+// lane % 4 * 2 and the next: element [n][h * 2 + 0 or 1] of an accumulator.
+template <class C>
+class MmaRows {
+ public:
+  __device__ void begin() {
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kDimTiles; ++n) out_[m][n][0] = out_[m][n][1] = out_[m][n][2] = out_[m][n][3] = 0.f;
+      reference_[m][0] = reference_[m][1] = -INFINITY;
+      sum_[m][0] = sum_[m][1] = 0.f;
+    }
+    value_unit_ = 0.f;
+  }
+
+  // Adds the warp's keys of one tile.
+  __device__ void add_tile(const KernelArgs& args, const Piece& piece, const ScoreRule& rule, Loader<C>& loader,
+                           int stage, int tile) {
+    const AttentionParams& p = args.p;
+    const int warp = threadIdx.x / 32;
+    const int row0 = C::kDecode ? 0 : warp * C::kWarpRows, key0 = C::kDecode ? warp * C::kWarpKeys : 0;
+    if (row0 >= piece.num_rows) return;
+    const int first_key = tile * C::kKeys + key0;
+    const uint32_t keys = loader.tile_address(stage) + key0 * C::kRowBytes;
+    const float* scales = loader.scales(stage) + key0;
+    Scores s;
+    multiply_keys(s, ptx::smem_address(loader.query()) + row0 * C::kRowBytes, keys);
+    if constexpr (C::kScaledQuery) {
+      const float* query_scales = loader.query_scales() + row0 + threadIdx.x % 32 / 4;
+      for_each_score(s, [&](float& x, int m, int h, int) { x *= query_scales[m * 16 + h * 8]; });
+    }
+    if (rule.modified) modify_scores(s, p, piece, rule.scale, row0, first_key, scales);
+    if (first_key < piece.span.full_begin || first_key + C::kWarpKeys > piece.span.full_end)
+      mask_scores(s, p, piece, row0, first_key);
+    softmax(s, rule.log2_rate);
+    if constexpr (C::kQuantized)
+      if (per_token(p.v_scale)) scale_probabilities(s, scales + C::kKeys);
+    multiply_values(s, keys + C::kTileBytes);
+  }
+
+  // Ends a piece.  Decode: the warps meet in `states`, float2 [kWarps][kWarpRows], and `exchange`, float
+  // [kWarps][kRows] [kHeadDim] with the columns of a row swizzled.
+  __device__ void finish(const KernelArgs& args, const Piece& piece, const ScoreRule&, float2* states,
+                         float* exchange) {
+    float value_scale = 1.f;
+    if constexpr (C::kQuantized)
+      value_scale = per_token(args.p.v_scale) ? value_unit_ : head_scale(args.p.v_scale, piece.head);
+    reduce_sum();
+    if constexpr (C::kDecode)
+      merge_warps_and_store(args, piece, value_scale, states, exchange);
+    else
+      store_rows(args, piece, value_scale);
+  }
+
+ private:
+  using T = typename C::Operand;
+  static constexpr int kKeyTiles = C::kWarpKeys / 8, kDimTiles = C::kHeadDim / 8;
+  static constexpr float kSlack = 8.f;
+  using Scores = float[C::kRowTiles][kKeyTiles][4];
+
+  __device__ static void multiply_keys(Scores& s, uint32_t query, uint32_t keys) {
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.f;
+    const int lane = threadIdx.x % 32;
+    // Matrices of an x4 load.  Q: (rows 0-7 | 8-15) x (d 0-7 | 8-15), rows first.  K: d first.
+    const uint32_t q0 = query + swizzled(lane % 16, lane / 16, C::kRowBytes);
+    const uint32_t k0 = keys + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2, C::kRowBytes);
+#pragma unroll
+    for (int d = 0; d < C::kHeadDim / 16; ++d) {
+      uint32_t q[C::kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m) ptx::ldmatrix_x4(q[m], (q0 ^ (d * 32)) + m * 16 * C::kRowBytes);
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; n += 2) {
+        uint32_t k[4];
+        ptx::ldmatrix_x4(k, (k0 ^ (d * 32)) + n * 8 * C::kRowBytes);
+#pragma unroll
+        for (int m = 0; m < C::kRowTiles; ++m) {
+          ptx::mma_m16n8k16<T>(s[m][n], q[m], k[0], k[1]);
+          ptx::mma_m16n8k16<T>(s[m][n + 1], q[m], k[2], k[3]);
+        }
+      }
+    }
+  }
+
+  // f(score, row tile, half, column of the warp's keys) for every score of this lane.
+  template <class F>
+  __device__ static void for_each_score(Scores& s, F f) {
+    const int column0 = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f(s[m][n][i], m, i / 2, n * 8 + column0 + i % 2);
+  }
+
+  __device__ static void modify_scores(Scores& s, const AttentionParams& p, const Piece& piece, float scale,
+                                       int first_row, int first_key, const float* scales) {
+    for_each_score(s, [&](float& x, int, int, int) { x *= scale; });
+    if (C::kQuantized && per_token(p.k_scale))
+      for_each_score(s, [&](float& x, int, int, int column) { x *= scales[column]; });
+    if (p.softcap > 0.f) for_each_score(s, [&](float& x, int, int, int) { x = soft_cap(x, p.softcap); });
+    if (p.alibi_slopes) {
+      float slopes[C::kRowTiles][2];
+      int positions[C::kRowTiles][2];
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const RowPlace row(p, piece, first_row + m * 16 + h * 8 + threadIdx.x % 32 / 4);
+          slopes[m][h] = p.alibi_slopes[row.head];
+          positions[m][h] = row.position;
+        }
+      for_each_score(s, [&](float& x, int m, int h, int column) {
+        x += slopes[m][h] * static_cast<float>(first_key + column - positions[m][h]);
+      });
+    }
+  }
+
+  __device__ static void mask_scores(Scores& s, const AttentionParams& p, const Piece& piece, int first_row,
+                                     int first_key) {
+    const int lane = threadIdx.x % 32, column0 = first_key + lane % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const RowPlace row(p, piece, first_row + m * 16 + h * 8 + lane / 4);
+        const int begin = row.key_begin - column0, end = row.key_end - column0;
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            if (n * 8 + i >= end || n * 8 + i < begin) s[m][n][h * 2 + i] = -INFINITY;
+      }
+  }
+
+  // Scores become probabilities against the row's reference.  That follows the maximum only where it would leave
+  // probabilities above 2^kSlack, so that most tiles change neither out nor sum and need no lane's neighbours.
+  __device__ void softmax(Scores& s, float rate) {
+    float largest[C::kRowTiles][2];
+    bool grows = false;
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float& x = largest[m][h];
+        x = fmaxf(s[m][0][h * 2], s[m][0][h * 2 + 1]);
+#pragma unroll
+        for (int n = 1; n < kKeyTiles; ++n) x = fmaxf(x, fmaxf(s[m][n][h * 2], s[m][n][h * 2 + 1]));
+        grows |= x * rate > reference_[m][h] + kSlack;
+      }
+    if (__any_sync(~0u, grows)) {
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float x = largest[m][h], &reference = reference_[m][h];
+          x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+          x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+          if (!(x * rate > reference + kSlack)) continue;
+          const float factor = ptx::exp2(reference - x * rate);
+          reference = x * rate;
+          sum_[m][h] *= factor;
+#pragma unroll
+          for (int n = 0; n < kDimTiles; ++n) out_[m][n][h * 2] *= factor, out_[m][n][h * 2 + 1] *= factor;
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float reference = exp2_reference(reference_[m][h]);
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& x = s[m][n][h * 2 + i];
+            x = ptx::exp2(x * rate - reference);
+            sum_[m][h] += x;
+          }
+      }
+  }
+
+  // Value scales of the warp's keys go into the probabilities, in units that keep them in the range of T.
+  __device__ void scale_probabilities(Scores& s, const float* scales) {
+    const int lane = threadIdx.x % 32;
+    float largest = 0.f;
+    for (int i = lane; i < C::kWarpKeys; i += 32) largest = fmaxf(largest, fabsf(scales[i]));
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
+    const float unit = __uint_as_float((__float_as_uint(largest) + 0x7fffffu) & 0x7f800000u);  // rounded up
+    if (unit > value_unit_) {
+      const float factor = value_unit_ / unit;
+      value_unit_ = unit;
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) out_[m][n][i] *= factor;
+    }
+    const float inverse = value_unit_ > 0.f ? 1.f / value_unit_ : 0.f;
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+      const float2 two = *reinterpret_cast<const float2*>(scales + n * 8 + lane % 4 * 2);
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m) {
+        s[m][n][0] *= two.x * inverse, s[m][n][1] *= two.y * inverse;
+        s[m][n][2] *= two.x * inverse, s[m][n][3] *= two.y * inverse;
+      }
+    }
+  }
+
+  __device__ void multiply_values(const Scores& s, uint32_t values) {
+    const int lane = threadIdx.x % 32;
+    // Matrices of a transposing x4 load: (keys 0-7 | 8-15) x (d 0-7 | 8-15), keys first.
+    const uint32_t v0 = values + swizzled(lane % 16, lane / 16, C::kRowBytes);
+#pragma unroll
+    for (int k = 0; k < C::kWarpKeys / 16; ++k) {
+      uint32_t a[C::kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          a[m][i] = ptx::pack<T>(s[m][k * 2 + i / 2][i % 2 * 2], s[m][k * 2 + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+      for (int n = 0; n < kDimTiles; n += 2) {
+        uint32_t v[4];
+        ptx::ldmatrix_x4_trans(v, (v0 ^ (n * 16)) + k * 16 * C::kRowBytes);
+#pragma unroll
+        for (int m = 0; m < C::kRowTiles; ++m) {
+          ptx::mma_m16n8k16<T>(out_[m][n], a[m], v[0], v[1]);
+          ptx::mma_m16n8k16<T>(out_[m][n + 1], a[m], v[2], v[3]);
+        }
+      }
+    }
+  }
+
+  __device__ void reduce_sum() {
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum_[m][h] += __shfl_xor_sync(~0u, sum_[m][h], 1);
+        sum_[m][h] += __shfl_xor_sync(~0u, sum_[m][h], 2);
+      }
+  }
+
+  // The warps hold different rows.
+  __device__ void store_rows(const KernelArgs& args, const Piece& piece, float value_scale) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    Writer<typename C::T> writer(args.p, {C::kRows, C::kKeys}, args.partials, piece);
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = warp * C::kWarpRows + m * 16 + h * 8 + lane / 4;
+        if (row >= piece.num_rows) continue;
+        writer.begin_row(row, reference_[m][h], sum_[m][h], lane % 4 == 0);
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n)
+          writer.store_pair(n * 8 + lane % 4 * 2, out_[m][n][h * 2] * value_scale, out_[m][n][h * 2 + 1] * value_scale);
+      }
+  }
+
+  // The warps hold the same rows over different keys.
+  __device__ void merge_warps_and_store(const KernelArgs& args, const Piece& piece, float value_scale, float2* states,
+                                        float* exchange) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (lane % 4 == 0) states[warp * C::kRows + h * 8 + lane / 4] = make_float2(reference_[0][h], sum_[0][h]);
+    __syncthreads();
+    Writer<typename C::T> writer(args.p, {C::kRows, C::kKeys}, args.partials, piece);
+    auto maximum_of = [&](int row) {
+      float maximum = states[row].x;
+#pragma unroll
+      for (int w = 1; w < C::kWarps; ++w) maximum = fmaxf(maximum, states[w * C::kRows + row].x);
+      return maximum;
+    };
+    auto place = [](int w, int row, int d) { return (w * C::kRows + row) * C::kHeadDim + (d ^ (row % 8 * 8)); };
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = h * 8 + lane / 4;
+      if (row >= piece.num_rows) continue;
+      const float reference = exp2_reference(maximum_of(row));
+      const float weight = ptx::exp2(reference_[0][h] - reference) * value_scale;
+#pragma unroll
+      for (int n = 0; n < kDimTiles; ++n)
+        *reinterpret_cast<float2*>(exchange + place(warp, row, n * 8 + lane % 4 * 2)) =
+            make_float2(out_[0][n][h * 2] * weight, out_[0][n][h * 2 + 1] * weight);
+    }
+    __syncthreads();
+    constexpr int kRowThreads = C::kThreads / C::kRows;
+    const int row = threadIdx.x / kRowThreads, part = threadIdx.x % kRowThreads;
+    if (row >= piece.num_rows) return;
+    const float maximum = maximum_of(row), reference = exp2_reference(maximum);
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < C::kWarps; ++w) {
+      const float2 state = states[w * C::kRows + row];
+      sum += state.y * ptx::exp2(state.x - reference);
+    }
+    writer.begin_row(row, maximum, sum, part == 0);
+#pragma unroll 4
+    for (int d = part * 2; d < args.p.head_dim; d += kRowThreads * 2) {
+      float2 o = {0.f, 0.f};
+#pragma unroll
+      for (int w = 0; w < C::kWarps; ++w) {
+        const float2 x = *reinterpret_cast<const float2*>(exchange + place(w, row, d));
+        o.x += x.x, o.y += x.y;
+      }
+      writer.store_pair(d, o.x, o.y);
+    }
+  }
+
+  float out_[C::kRowTiles][kDimTiles][4];
+  float reference_[C::kRowTiles][2];  // in log2 units, at most kSlack below the maximum
+  float sum_[C::kRowTiles][2];        // this lane's columns alone until reduce_sum
+  float value_unit_;                  // out is in units of this power of two (value scales a token)
+};
+
+}  // namespace paged_attn::mma
