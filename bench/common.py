@@ -6,6 +6,7 @@ buffers whose total is many times the L2 cache. Run a benchmark from the reposit
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -199,6 +201,42 @@ def random_block_table(seq_lens: Sequence[int], block_size: int, *, seed: int = 
     for row, blocks in zip(table, order.split(counts)):
         row[: len(blocks)] = blocks
     return table.cuda(), sum(counts)
+
+
+@dataclass(frozen=True)
+class FlashInferBatch:
+    """A batch as FlashInfer's wrappers take it.
+
+    ``indptr``, ``indices`` and ``last_page_len`` list the blocks of every sequence; ``caches`` are the pairs in the
+    dimension order that FlashInfer names ``layout``.
+    """
+
+    module: ModuleType
+    workspace: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    caches: list[tuple[Tensor, Tensor]]
+
+
+def flashinfer_batch(
+    caches: Sequence[tuple[Tensor, Tensor]], layout: str, block_table: Tensor, seq_lens: Tensor
+) -> FlashInferBatch | None:
+    """The batch for FlashInfer, with 256 MiB of zeroed workspace; None where it cannot be imported."""
+    try:
+        module = importlib.import_module("flashinfer")
+    except ImportError:
+        return None
+    block_size = caches[0][0].shape[1]
+    counts = (seq_lens + block_size - 1) // block_size
+    return FlashInferBatch(
+        module,
+        torch.zeros(256 << 20, dtype=torch.uint8, device="cuda"),
+        torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)]),
+        torch.cat([row[:count] for row, count in zip(block_table, counts.tolist())]),
+        (seq_lens - 1) % block_size + 1,
+        [tuple(t if layout == "NHD" else t.transpose(1, 2) for t in pair) for pair in caches],
+    )
 
 
 def _output_of(*command: str) -> str | None:

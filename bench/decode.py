@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import importlib
 import random
 import shutil
 import subprocess
@@ -31,6 +30,8 @@ ROOT = Path(__file__).parent.parent
 CEILING = ROOT / "build" / "decode_ceiling.so"
 NO_PDL = 2  # bit of the op's `flags`
 SCALE_KINDS = ("tensor", "head", "token_head")
+FLASHINFER = ("cores", "tensor", "xqa", "persistent")
+PEERS = ("torch SDPA", *(f"FI {kind}" for kind in FLASHINFER))
 
 
 @dataclass(frozen=True)
@@ -198,31 +199,52 @@ class Inputs:
 
         return call
 
-    def flashinfer(self) -> common.Kernel | None:
-        try:
-            flashinfer = importlib.import_module("flashinfer")
-        except ImportError:
+    def flashinfer(self, kind: str) -> common.Kernel | None:
+        """FlashInfer on the same blocks: its decode kernel on CUDA ``cores`` or with ``tensor`` cores, ``xqa``, or the
+        ``persistent`` BatchAttention. None where it cannot be imported or does not serve the case."""
+        batch = common.flashinfer_batch(self.caches, self.case.layout, self.table, self.seq_lens)
+        if batch is None:
             return None
         case = self.case
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), case.layout, use_tensor_cores=True, backend="fa2"
-        )
-        counts = (self.seq_lens + case.block_size - 1) // case.block_size
-        wrapper.plan(
-            torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)]),
-            torch.cat([row[:count] for row, count in zip(self.table, counts.tolist())]),
-            (self.seq_lens - 1) % case.block_size + 1,
-            case.heads,
-            case.kv_heads,
-            case.head_dim,
-            case.block_size,
-            q_data_type=case.dtype,
-            kv_data_type=case.kv_dtype,
-        )
-        stored = [
-            tuple(t if case.layout == "NHD" else t.transpose(1, 2) for t in pair) for pair in self.caches
-        ]  # as FlashInfer names them
-        return lambda i: wrapper.run(self.query, stored[i % self.sets], out=self.out)
+        shape = (case.heads, case.kv_heads, case.head_dim)
+        dtypes = {"q_data_type": case.dtype, "kv_data_type": case.kv_dtype}
+
+        def xqa(i: int) -> None:
+            batch.module.decode.xqa_batch_decode_with_kv_cache(
+                self.query,
+                batch.caches[i % self.sets],
+                batch.workspace,
+                self.table,
+                self.seq_lens.view(torch.uint32),
+                max(case.seq_lens),
+                bmm1_scale=case.head_dim**-0.5,
+                kv_layout=case.layout,
+                out=self.out,
+            )
+
+        def planned(i: int) -> None:
+            wrapper.run(self.query, batch.caches[i % self.sets], out=self.out)
+
+        try:
+            if kind == "xqa":
+                xqa(0)
+                return xqa
+            if kind == "persistent":
+                wrapper = batch.module.BatchAttention(case.layout)
+                starts = torch.arange(len(case.seq_lens) + 1, dtype=torch.int32, device="cuda")
+                wrapper.plan(
+                    starts, batch.indptr, batch.indices, self.seq_lens, *shape, case.head_dim, case.block_size, **dtypes
+                )
+            else:
+                wrapper = batch.module.BatchDecodeWithPagedKVCacheWrapper(
+                    batch.workspace, case.layout, use_tensor_cores=kind == "tensor", backend="fa2"
+                )
+                wrapper.plan(batch.indptr, batch.indices, batch.last_page_len, *shape, case.block_size, **dtypes)
+            planned(0)
+        except Exception as error:  # compiled at first use, and no part of it is ours: a peer that fails is left out
+            print(f"FlashInfer {kind}, {case.name}: {type(error).__name__}: {str(error)[:100]}")
+            return None
+        return planned
 
 
 def ceiling_library() -> ctypes.CDLL | None:
@@ -248,7 +270,7 @@ def times_of(case: Case, rounds: int, columns: Sequence[str]) -> dict[str, commo
         "mma": lambda: inputs.ours(backend="mma"),
         **{kind: partial(inputs.scaled, kind) for kind in SCALE_KINDS},
         "torch SDPA": inputs.torch_attention,
-        "FlashInfer": inputs.flashinfer,
+        **{f"FI {kind}": partial(inputs.flashinfer, kind) for kind in FLASHINFER},
     }
     kernels = {name: kernel for name in columns if (kernel := makers[name]()) is not None}
     return common.time_kernels(kernels, sets=inputs.sets, rounds=rounds, min_ms=5)
@@ -262,7 +284,7 @@ def measure(case: Case, rounds: int, columns: Sequence[str]) -> dict[str, object
     row["GB/s"] = 1e3 * ready.tb_s(case.num_bytes)
     if "ceiling" in times:
         row["over ceiling us"] = ready.us - times["ceiling"].us
-    peers = [times[name].us for name in ("torch SDPA", "FlashInfer") if name in times]
+    peers = [times[name].us for name in PEERS if name in times]
     if peers:
         row["x best peer"] = min(peers) / ready.us
     return row
@@ -296,19 +318,23 @@ def host_cost(calls: int = 2000) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--kv", choices=["bf16", "fp8"], default="bf16", help="dtype of the cache")
+    parser.add_argument("--kv", choices=["bf16", "fp8", "int8"], default="bf16", help="dtype of the cache")
     parser.add_argument("--layout", choices=["HND", "NHD"], default="HND")
+    parser.add_argument("--flashinfer", action="store_true", help="FlashInfer too, which compiles at first use")
     parser.add_argument("--only", choices=["decode", "verify", "variants", "scales"])
     arguments = parser.parse_args()
     common.require_cuda()
     torch.manual_seed(0)
 
     changes: dict[str, object] = {"layout": arguments.layout}
-    quantised = arguments.kv == "fp8"
+    quantised = arguments.kv != "bf16"
     if quantised:
-        one = torch.ones(1)
-        changes |= {"kv_dtype": torch.float8_e4m3fn, "options": {"k_scale": one, "v_scale": one}}
-    columns = ["ceiling", "default", "ready", "no PDL", "batch invariant", "mma", "torch SDPA", "FlashInfer"]
+        kv_dtype, scale = (torch.float8_e4m3fn, 1.0) if arguments.kv == "fp8" else (torch.int8, 1 / 40)
+        scales = {name: torch.full((1,), scale) for name in ("k_scale", "v_scale")}
+        changes |= {"kv_dtype": kv_dtype, "options": scales}
+    columns = ["ceiling", "default", "ready", "no PDL", "batch invariant", "mma", "torch SDPA"]
+    if arguments.flashinfer and arguments.kv != "int8":  # which it does not read
+        columns += PEERS[1:]
     ours = ["default", "ready", "mma"]
     rounds = arguments.rounds
     if quantised:
@@ -334,7 +360,7 @@ def main() -> None:
     if arguments.only:
         return
     path = common.write_results(
-        "decode" + ("_fp8" if quantised else "") + ("_nhd" if arguments.layout == "NHD" else ""),
+        "decode" + (f"_{arguments.kv}" if quantised else "") + ("_nhd" if arguments.layout == "NHD" else ""),
         [row for part in rows.values() for row in part],
         bytes="2 x visible keys x KV heads x head_dim x element size",
         host_us=host_us,
@@ -344,7 +370,7 @@ def main() -> None:
             print(f"{name}, {arguments.kv} cache, {arguments.layout}, microseconds\n")
             common.print_table(part)
             print()
-    shown = [name for name in ("ceiling", "ready", "default", "torch SDPA", "FlashInfer") if name in rows["decode"][0]]
+    shown = [name for name in ("ceiling", "ready", "default", *PEERS) if name in rows["decode"][0]]
 
     def tb_s(row: dict[str, object], name: str) -> float:
         return row["MB"] / row[name].us if name in row else 0.0

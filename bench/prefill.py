@@ -10,7 +10,6 @@ random order: the chip is at its power cap, and the clock is part of the result.
 from __future__ import annotations
 
 import argparse
-import importlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -153,22 +152,16 @@ class Inputs:
         return call
 
     def flashinfer(self, backend: str) -> common.Kernel | None:
-        try:
-            flashinfer = importlib.import_module("flashinfer")
-        except ImportError:
+        batch = common.flashinfer_batch(self.caches, self.case.layout, self.table, self.seq_lens)
+        if batch is None:
             return None
         case = self.case
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), case.layout, backend=backend
-        )
-        counts = (self.seq_lens + case.block_size - 1) // case.block_size
-        indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
-        indices = torch.cat([row[:count] for row, count in zip(self.table, counts.tolist())])
+        wrapper = batch.module.BatchPrefillWithPagedKVCacheWrapper(batch.workspace, case.layout, backend=backend)
         wrapper.plan(
             self.cu_seqlens_q,
-            indptr,
-            indices,
-            (self.seq_lens - 1) % case.block_size + 1,
+            batch.indptr,
+            batch.indices,
+            batch.last_page_len,
             case.heads,
             case.kv_heads,
             case.head_dim,
@@ -177,10 +170,7 @@ class Inputs:
             q_data_type=case.dtype,
             kv_data_type=case.dtype,
         )
-        stored = [
-            tuple(t if case.layout == "NHD" else t.transpose(1, 2) for t in pair) for pair in self.caches
-        ]  # as FlashInfer names them
-        return lambda i: wrapper.run(self.query, stored[i % self.sets], out=self.out)
+        return lambda i: wrapper.run(self.query, batch.caches[i % self.sets], out=self.out)
 
     def torch_attention(self, kind: str) -> common.Kernel:
         """Contiguous ``[S, heads, L, D]`` keys and values, gathered from the first cache."""
