@@ -23,7 +23,7 @@ def attend_everywhere() -> Iterator[str]:
     from .test_attention import OPTIONS, check_attention
 
     shapes = [(torch.bfloat16, 128), (torch.float16, 64), (torch.bfloat16, 256)]
-    for backend, served in {"auto": [(torch.float32, 128)], "mma": shapes, "sm90": shapes}.items():
+    for backend, served in {"sm90": shapes, "mma": shapes, "auto": [(torch.float32, 128)]}.items():
         ops = Ops(paged_attn, "cuda", backend)
         for dtype, head_dim in served:
             shape = {"dtype": dtype, "head_dim": head_dim, "layout": "HND"}
@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("tools", nargs="*", default=TOOLS, metavar="TOOL", help=", ".join(TOOLS))
     tools = parser.parse_args().tools
     if os.environ.get(INSIDE):
-        for done in itertools.chain(move_everywhere(), attend_everywhere()):
+        for done in itertools.chain(attend_everywhere(), move_everywhere()):
             print(done, flush=True)
         torch.cuda.synchronize()
         return 0
