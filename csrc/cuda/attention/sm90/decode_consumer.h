@@ -60,9 +60,12 @@ struct Consumer {
         mine[column] = x.o[j][m][0] * unit, mine[column + next] = x.o[j][m][2] * unit;
         mine[kPitch + column] = x.o[j][m][1] * unit, mine[kPitch + column + next] = x.o[j][m][3] * unit;
       }
-      if (g == 0) {
-        stats()[row] = make_float2(x.max[j][0], x.sum[j][0]);
-        stats()[row + 1] = make_float2(x.max[j][1], x.sum[j][1]);
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float sum = x.sum[j][e];
+        if constexpr (Traits::kTokenScales)
+          for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+        if (g == 0) stats()[row + e] = make_float2(x.max[j][e], sum);
       }
     }
     meet();

@@ -86,21 +86,26 @@ __device__ __forceinline__ void load_query(const DecodeArgs& a, uint32_t buffer,
   }
 }
 
-// Scales of K or V for the tokens of a stage, into [head][token]; completion counts on `barrier`.  `box`: what each
-// lane has looked up, `source`: the lane with the first box of the stage, `present`: the lanes whose boxes are read.
-template <class Traits>
-__device__ __forceinline__ void load_scales(const DecodeArgs& a, const ScaleView& scale, uint32_t dst, const Box& box,
+// Scales of K or V for the tokens of a stage, into [head][token], kWidth adjacent tokens a copy; completion counts on
+// `barrier`.  `box`: what each lane has looked up, `source`: the lane with the first box of the stage, `present`: the
+// lanes whose boxes are read.
+template <class Traits, int kWidth>
+__device__ __forceinline__ void load_scales(const ScaleView& scale, int box_shift, uint32_t dst, const Box& box,
                                             int source, unsigned present, int head_group, uint32_t barrier) {
+  constexpr int kHeadCopies = Traits::kTileTokens / kWidth, kCopies = Traits::kHeads * kHeadCopies;
 #pragma unroll
-  for (int i = 0; i < Traits::kTileTokens / 32; i++) {
-    const int token = i * 32 + threadIdx.x % 32, owner = source + (token >> a.box_shift);
+  for (int i = 0; i < kCopies; i += 32) {
+    const int copy = i + threadIdx.x % 32, token = copy % kHeadCopies * kWidth, owner = source + (token >> box_shift);
     const int page = __shfl_sync(~0u, box.page, owner);
-    const int slot = __shfl_sync(~0u, box.row, owner) + (token & ((1 << a.box_shift) - 1));
+    const int slot = __shfl_sync(~0u, box.row, owner) + (token & ((1 << box_shift) - 1));
     const float* src = scale.data + page * scale.strides.block + slot * scale.strides.slot +
-                       head_group * Traits::kHeads * scale.strides.head;
-    for (int h = 0; h < Traits::kHeads; h++)
-      ptx::cp_async_4(dst + (h * Traits::kTileTokens + token) * 4, src + h * scale.strides.head,
-                      present >> owner & 1 ? 4 : 0);
+                       (head_group * Traits::kHeads + copy / kHeadCopies) * scale.strides.head;
+    const int bytes = present >> owner & 1 ? kWidth * 4 : 0;
+    if (kCopies % 32 != 0 && copy >= kCopies) continue;
+    if constexpr (kWidth == 4)
+      ptx::cp_async_16(dst + copy * 16, src, bytes);
+    else
+      ptx::cp_async_4(dst + copy * 4, src, bytes);
   }
   ptx::cp_async_mbarrier_arrive(barrier);
 }
@@ -152,9 +157,14 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
         ptx::tensor_load_5d(dst + my_box * box_bytes, map, 0, now.row, 0, head_group * Traits::kHeads, now.page, full,
                             policy);
       }
-      if constexpr (Traits::kTokenScales)
-        load_scales<Traits>(a, tensor ? a.p.v_scale : a.p.k_scale, ring.scales<Traits>(stage.index, tensor), now,
-                            source, present, head_group, full);
+      if constexpr (Traits::kTokenScales) {
+        const ScaleView& scale = tensor ? a.p.v_scale : a.p.k_scale;
+        const uint32_t dst = ring.scales<Traits>(stage.index, tensor);
+        if (a.adjacent_scales)
+          load_scales<Traits, 4>(scale, a.box_shift, dst, now, source, present, head_group, full);
+        else
+          load_scales<Traits, 1>(scale, a.box_shift, dst, now, source, present, head_group, full);
+      }
       if (with_query) {
         load_query<Traits>(a, ring.stages + Traits::kQueryOffset + query.index * Traits::kQueryBytes, query_begin,
                            query_rows, head_group, full);

@@ -115,7 +115,7 @@ template <class Traits>
 struct SoftmaxState {
   static constexpr int kRowTiles = Traits::kRowTiles, kDimTiles = Traits::kHeadDim / 16;
   float o[kRowTiles][kDimTiles][4];  // O^T: columns on M, rows 2t and 2t + 1 on N
-  float sum[kRowTiles][4];           // [0] and [1]: of rows 2t and 2t + 1
+  float sum[kRowTiles][4];           // [0] and [1]: of rows 2t and 2t + 1; kTokenScales: of the lane's tokens alone
   float max[kRowTiles][2];
   float inverse_unit;  // kTokenScales: the output is in units of the largest value scale so far
 
@@ -134,17 +134,18 @@ struct SoftmaxState {
   }
 };
 
-// Scores in log2 units, from raw products: scale, soft cap, ALiBi, masks, in this order.
+// Scores in log2 units, from raw products: scale, soft cap, ALiBi, masks, in this order.  `scale_log2`: of the tokens g
+// and g + 8.
 template <class Traits>
-__device__ __forceinline__ void finish_scores(const DecodeArgs& a, float (&c)[Traits::kRowTiles][4], float scale_log2,
-                                              const RowMap& rows, int first_row, int first_token,
-                                              const Visibility& see) {
+__device__ __forceinline__ void finish_scores(const DecodeArgs& a, float (&c)[Traits::kRowTiles][4],
+                                              const float (&scale_log2)[2], const RowMap& rows, int first_row,
+                                              int first_token, const Visibility& see) {
   const AttentionParams& p = a.p;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int j = 0; j < Traits::kRowTiles; j++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) c[j][i] *= scale_log2;
+    for (int i = 0; i < 4; i++) c[j][i] *= scale_log2[i / 2];
   if (p.softcap > 0.f) {
 #pragma unroll
     for (int j = 0; j < Traits::kRowTiles; j++)
@@ -190,6 +191,24 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
   constexpr int kChains = kRowTiles == 1 ? 2 : 1;  // independent sums, so that an mma need not wait for the one before
   const uint32_t key = stage + lanes.key, value = stage + lanes.value;
 
+  // Tokens of this tile that are keys of the sequence; the others may hold NaN.
+  const int begin = see.first_key - first_token, end = see.len - first_token;
+  const bool whole_tile = begin <= 0 && end >= 16;
+  const int g = threadIdx.x % 32 / 4;
+  float scale_log2[2] = {a.p.scale * kLog2e, a.p.scale * kLog2e};  // of the scores of tokens g and g + 8
+  float weight[2] = {};                                            // kTokenScales: of their values
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    if constexpr (Traits::kTokenScales) {
+      const int token = g + h * 8;
+      scale_log2[h] *= ptx::load_shared(scales + token * 4);
+      weight[h] = ptx::load_shared(scales + Traits::kScaleBytes + token * 4) * x.inverse_unit;
+      if (!whole_tile && (token < begin || token >= end)) weight[h] = 0.f;
+    } else if constexpr (Traits::kQuantized) {
+      scale_log2[h] *= key_scale;
+    }
+  }
+
   float c[kRowTiles][4] = {}, c1[kRowTiles][4] = {};
 #pragma unroll
   for (int i = 0; i < Traits::kQuerySteps; i++) {
@@ -223,22 +242,6 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
 #pragma unroll
     for (int i = 0; i < 4; i++) c[0][i] += c1[0][i];
   }
-  // Tokens of this tile that are keys of the sequence; the others may hold NaN.
-  const int begin = see.first_key - first_token, end = see.len - first_token;
-  const int g = threadIdx.x % 32 / 4;
-  float weight[2] = {};  // kTokenScales: of the values of tokens g and g + 8
-  if constexpr (Traits::kTokenScales) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int token = g + h * 8;
-      const float key_scale_of_token = ptx::load_shared(scales + token * 4);
-#pragma unroll
-      for (int j = 0; j < kRowTiles; j++) c[j][h * 2] *= key_scale_of_token, c[j][h * 2 + 1] *= key_scale_of_token;
-      weight[h] = ptx::load_shared(scales + Traits::kScaleBytes + token * 4) * x.inverse_unit;
-      if (token < begin || token >= end) weight[h] = 0.f;
-    }
-  }
-  const float scale_log2 = (Traits::kQuantized ? key_scale : 1.f) * a.p.scale * kLog2e;
   finish_scores<Traits>(a, c, scale_log2, rows, first_row, first_token, see);
 
   // Rescale only where some maximum of the warp grows.
@@ -273,7 +276,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
         for (int d = 0; d < kDim / 16; d++) x.o[j][d][e] *= f * unit_change, x.o[j][d][e + 2] *= f * unit_change;
       }
   }
-  // P^T as the B operand; the sum over the tokens comes from one more mma, with ones for V.
+  // P^T as the B operand; its sum over the tokens comes from one more mma, with ones for V.
   uint32_t p[kRowTiles][2];
   const uint32_t one = ptx::pack<Math>(1.f, 1.f);
   const uint32_t ones[4] = {one, one, one, one};
@@ -281,14 +284,14 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
   for (int j = 0; j < kRowTiles; j++) {
 #pragma unroll
     for (int i = 0; i < 4; i++) c[j][i] = ptx::exp2(c[j][i] - x.max[j][i & 1]);
+    if constexpr (Traits::kTokenScales) {
+      x.sum[j][0] += c[j][0] + c[j][2], x.sum[j][1] += c[j][1] + c[j][3];
+#pragma unroll
+      for (int i = 0; i < 4; i++) c[j][i] *= weight[i / 2];
+    }
     p[j][0] = ptx::movmatrix_trans(ptx::pack<Math>(c[j][0], c[j][1]));
     p[j][1] = ptx::movmatrix_trans(ptx::pack<Math>(c[j][2], c[j][3]));
-    ptx::mma_m16n8k16<Math>(x.sum[j], ones, p[j][0], p[j][1]);
-    if constexpr (Traits::kTokenScales) {
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-        p[j][h] = ptx::movmatrix_trans(ptx::pack<Math>(c[j][h * 2] * weight[h], c[j][h * 2 + 1] * weight[h]));
-    }
+    if constexpr (!Traits::kTokenScales) ptx::mma_m16n8k16<Math>(x.sum[j], ones, p[j][0], p[j][1]);
   }
 
   // V rows that are no key of the sequence may hold NaN, and 0 * NaN is NaN: clear them.
@@ -316,7 +319,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
       }
     }
   };
-  if (begin <= 0 && end >= 16) {
+  if (whole_tile) {
     add_values(false, 0, 0);
   } else {
     const int k = threadIdx.x % 4 * 2;

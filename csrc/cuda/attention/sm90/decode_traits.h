@@ -26,6 +26,7 @@ struct DecodeArgs {
   int min_share;           // least tiles of a CTA
   int box_shift;           // log2 of the tokens in a TMA box: a block, or as much of it as a tile holds
   int block_shift;         // log2 of block_size
+  bool adjacent_scales;    // kTokenScales: those of four tokens of a head are 16 aligned bytes
 };
 
 constexpr int kMaxParts = 16;        // batch_invariant: parts of an item
