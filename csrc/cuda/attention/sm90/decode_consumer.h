@@ -90,6 +90,19 @@ struct Consumer {
     }
   }
 
+  // 8-bit caches multiply in fp16: query rows in bf16 that are read again for every tile are converted in place first.
+  __device__ __forceinline__ void convert_query(uint32_t buffer, int num_rows) const {
+    if (a.p.dtype != DType::kBFloat16) return;
+    constexpr int kPieces = kHeadDim / 4;  // of 8 bytes
+    for (int i = threadIdx.x; i < num_rows * kPieces; i += Traits::kWarps * 32) {
+      const uint32_t address = buffer + i / kPieces * Traits::kQueryPitch + i % kPieces * 8;
+      const uint2 x = ptx::load_shared_v2(address);
+      ptx::store_shared_v2(address, make_uint2(to_half2(x.x, true), to_half2(x.y, true)));
+    }
+    ptx::fence_proxy_async();  // a bulk copy writes here next
+    ptx::named_barrier_sync(1 + Traits::kHeads * Traits::kRowGroups, Traits::kWarps * 32);
+  }
+
   // The end of a piece, in up to three steps that share one copy of the code: the rows of the piece itself; the item,
   // if we computed and published all of its pieces; and after our last piece the item that an earlier CTA began, held
   // back until now because by now all of its pieces are about ready.  `rehearsal`: one row, of no item; nothing is
@@ -163,6 +176,7 @@ struct Consumer {
         query.step(2);
         lanes.set_rows(head(), first_row(), item.num_rows);
         ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);  // the query rows are there
+        if (Traits::kQuantized && !Traits::kQueryInRegisters) convert_query(query_buffer, item.num_rows);
         limit = w.limit(a);
       }
       do {

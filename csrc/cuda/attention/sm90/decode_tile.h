@@ -12,22 +12,33 @@
 
 namespace paged_attn::sm90 {
 
-// Two 8-bit values (the low or the high half of x) to two fp16, exactly.
-template <class Cache>
-__device__ __forceinline__ uint32_t widen(uint32_t x, bool high) {
+// The bytes kLow and kHigh of x to two fp16, exactly.
+template <class Cache, int kLow, int kHigh>
+__device__ __forceinline__ uint32_t widen(uint32_t x) {
   if constexpr (std::is_same_v<Cache, __nv_fp8_e4m3>) {
+    static_assert(kLow % 2 == 0 && kHigh == kLow + 1);
     uint32_t d;
-    if (high)
+    if constexpr (kLow == 2)
       asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.rn.f16x2.e4m3x2 %0, h;\n}" : "=r"(d) : "r"(x));
     else
       asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.rn.f16x2.e4m3x2 %0, l;\n}" : "=r"(d) : "r"(x));
     return d;
   } else if constexpr (std::is_same_v<Cache, __nv_fp8_e5m2>) {  // the upper byte of an fp16
-    return __byte_perm(x, 0, high ? 0x3424 : 0x1404);
+    return __byte_perm(x, 0, kHigh << 12 | kLow << 4 | 0x404);
   } else {  // int8: 0x6400 | (x + 128) is the fp16 number 1024 + 128 + x
-    const uint32_t biased = __byte_perm(x ^ 0x80808080u, 0x64646464u, high ? 0x4342 : 0x4140);
+    const uint32_t biased = __byte_perm(x ^ 0x80808080u, 0x64646464u, kHigh << 8 | kLow | 0x4040);
     const __half2 y = __hsub2(*reinterpret_cast<const __half2*>(&biased), __half2half2(__ushort_as_half(0x6480)));
     return *reinterpret_cast<const uint32_t*>(&y);
+  }
+}
+// Two columns of a token, then of the next, to the first column of both and the second of both.
+template <class Cache>
+__device__ __forceinline__ void widen_columns(uint32_t x, uint32_t& first, uint32_t& second) {
+  if constexpr (std::is_same_v<Cache, __nv_fp8_e4m3>) {
+    x = __byte_perm(x, 0, 0x3120);
+    first = widen<Cache, 0, 1>(x), second = widen<Cache, 2, 3>(x);
+  } else {
+    first = widen<Cache, 0, 2>(x), second = widen<Cache, 1, 3>(x);
   }
 }
 
@@ -81,12 +92,11 @@ struct LaneMap {
 template <class Traits>
 __device__ __forceinline__ void load_query_fragment(const DecodeArgs& a, uint32_t (&q)[4], uint32_t address, int i) {
   if constexpr (Traits::kQuantized) {
-    const bool is_bfloat = a.p.dtype == DType::kBFloat16;
+    const bool is_bfloat = Traits::kQueryInRegisters && a.p.dtype == DType::kBFloat16;  // else Consumer::convert_query
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-      uint32_t x, y;
-      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address + i * 64 + k * 32) : "memory");
-      q[k * 2] = to_half2(x, is_bfloat), q[k * 2 + 1] = to_half2(y, is_bfloat);
+      const uint2 x = ptx::load_shared_v2(address + i * 64 + k * 32);
+      q[k * 2] = to_half2(x.x, is_bfloat), q[k * 2 + 1] = to_half2(x.y, is_bfloat);
     }
   } else {
     ptx::ldmatrix_x4(q, address + i * 64);
@@ -217,10 +227,10 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
     if constexpr (Traits::kQuantized) {
       uint32_t r[4];
       ptx::ldmatrix_x4(r, lanes.step(key, i));
-      a0[0] = widen<Cache>(r[0], false), a0[1] = widen<Cache>(r[1], false);
-      a0[2] = widen<Cache>(r[0], true), a0[3] = widen<Cache>(r[1], true);
-      a1[0] = widen<Cache>(r[2], false), a1[1] = widen<Cache>(r[3], false);
-      a1[2] = widen<Cache>(r[2], true), a1[3] = widen<Cache>(r[3], true);
+      a0[0] = widen<Cache, 0, 1>(r[0]), a0[1] = widen<Cache, 0, 1>(r[1]);
+      a0[2] = widen<Cache, 2, 3>(r[0]), a0[3] = widen<Cache, 2, 3>(r[1]);
+      a1[0] = widen<Cache, 0, 1>(r[2]), a1[1] = widen<Cache, 0, 1>(r[3]);
+      a1[2] = widen<Cache, 2, 3>(r[2]), a1[3] = widen<Cache, 2, 3>(r[3]);
     } else {
       ptx::ldmatrix_x4(a0, lanes.step(key, 2 * i));
       if (whole) ptx::ldmatrix_x4(a1, lanes.step(key, 2 * i + 1));
@@ -302,12 +312,12 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
       ptx::ldmatrix_x4_trans(r, lanes.step(value, i));
       if (clear) r[0] &= low, r[1] &= low, r[2] &= high, r[3] &= high;
       if constexpr (Traits::kQuantized) {
+        uint32_t a0[4], a1[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) r[k] = __byte_perm(r[k], 0, 0x3120);  // even column of two tokens, then odd
-        const uint32_t a0[4] = {widen<Cache>(r[0], false), widen<Cache>(r[0], true), widen<Cache>(r[2], false),
-                                widen<Cache>(r[2], true)};
-        const uint32_t a1[4] = {widen<Cache>(r[1], false), widen<Cache>(r[1], true), widen<Cache>(r[3], false),
-                                widen<Cache>(r[3], true)};
+        for (int k = 0; k < 2; k++) {
+          widen_columns<Cache>(r[2 * k], a0[2 * k], a0[2 * k + 1]);
+          widen_columns<Cache>(r[2 * k + 1], a1[2 * k], a1[2 * k + 1]);
+        }
 #pragma unroll
         for (int j = 0; j < kRowTiles; j++) {
           ptx::mma_m16n8k16<Math>(x.o[j][2 * i], a0, p[j][0], p[j][1]);
