@@ -29,28 +29,36 @@ constexpr int most_rows(int head_dim, bool quantized) {
 template <class Cache>
 void launch_for(DecodeArgs& a, Workspace& workspace, cudaStream_t stream);
 
-template <class Cache, int kHeadDim, bool kTokenScales>
+template <class Cache, int kHeadDim, bool kTokenScales, bool kDense>
 void launch_rows(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
   constexpr int kMostRows = most_rows(kHeadDim, sizeof(Cache) == 1);
   // Two heads of a block in a stage read longer stretches of memory, but halve the pieces that few sequences fall into.
   if constexpr (kHeadDim == 128)
     if (a.max_rows <= 8 && a.p.num_seqs >= 8 && a.p.num_kv_heads % 2 == 0 && !a.p.batch_invariant)
-      return launch<DecodeTraits<Cache, kHeadDim, 8, 2, kTokenScales>>(a, workspace, stream);
-  if (a.max_rows <= 8) return launch<DecodeTraits<Cache, kHeadDim, 8, 1, kTokenScales>>(a, workspace, stream);
-  if (a.max_rows <= 16) return launch<DecodeTraits<Cache, kHeadDim, 16, 1, kTokenScales>>(a, workspace, stream);
+      return launch<DecodeTraits<Cache, kHeadDim, 8, 2, kTokenScales, kDense>>(a, workspace, stream);
+  if (a.max_rows <= 8) return launch<DecodeTraits<Cache, kHeadDim, 8, 1, kTokenScales, kDense>>(a, workspace, stream);
+  if (a.max_rows <= 16) return launch<DecodeTraits<Cache, kHeadDim, 16, 1, kTokenScales, kDense>>(a, workspace, stream);
   if constexpr (kMostRows >= 32)
-    if (a.max_rows <= 32) return launch<DecodeTraits<Cache, kHeadDim, 32, 1, kTokenScales>>(a, workspace, stream);
+    if (a.max_rows <= 32)
+      return launch<DecodeTraits<Cache, kHeadDim, 32, 1, kTokenScales, kDense>>(a, workspace, stream);
   if constexpr (kMostRows >= 64)
-    return launch<DecodeTraits<Cache, kHeadDim, 64, 1, kTokenScales>>(a, workspace, stream);
+    return launch<DecodeTraits<Cache, kHeadDim, 64, 1, kTokenScales, kDense>>(a, workspace, stream);
 }
 
 template <class Cache, int kHeadDim>
 void launch_head_dim(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
   constexpr bool kQuantized = sizeof(Cache) == 1;
+  constexpr int kRowBytes = kHeadDim * sizeof(Cache);
   if constexpr (most_rows(kHeadDim, kQuantized) > 0) {
-    if constexpr (kQuantized)
-      if (a.p.k_scale.per_token()) return launch_rows<Cache, kHeadDim, true>(a, workspace, stream);
-    launch_rows<Cache, kHeadDim, false>(a, workspace, stream);
+    const auto launch_as = [&](auto dense) {
+      constexpr bool kDense = decltype(dense)::value;
+      if constexpr (kQuantized)
+        if (a.p.k_scale.per_token()) return launch_rows<Cache, kHeadDim, true, kDense>(a, workspace, stream);
+      launch_rows<Cache, kHeadDim, false, kDense>(a, workspace, stream);
+    };
+    if constexpr (kRowBytes % 128 != 0 && kRowBytes > 64)  // it pays for no other
+      if (a.p.key_strides.slot == kHeadDim && a.p.value_strides.slot == kHeadDim) return launch_as(std::true_type());
+    launch_as(std::false_type());
   }
 }
 

@@ -7,7 +7,8 @@
 
 namespace paged_attn::sm90 {
 
-// Dimensions: kSwizzle bytes of a row, slot, chunk of the row, head, block.  Layouts differ in strides alone.
+// Dimensions: kSwizzle bytes of a row, slot, chunk of the row, head, block.  Layouts differ in strides alone.  kDense:
+// 128 bytes of the block, as many of them as there are, 1, head, block.
 template <class Traits>
 CUtensorMap cache_map(const void* base, const AttentionParams& p, const BlockStrides& strides, int box_tokens) {
   constexpr int kElement = sizeof(typename Traits::Cache);
@@ -22,6 +23,10 @@ CUtensorMap cache_map(const void* base, const AttentionParams& p, const BlockStr
   spec.strides = {bytes(strides.slot, p.block_size), Traits::kSwizzle, bytes(strides.head, p.num_kv_heads),
                   bytes(strides.block, p.num_blocks)};
   spec.box = {chunk, static_cast<uint32_t>(box_tokens), Traits::kChunks, Traits::kHeads, 1};
+  if (Traits::kDense) {
+    spec.sizes[1] = spec.sizes[1] * Traits::kRowBytes / 128, spec.sizes[2] = 1, spec.strides[0] = 128;
+    spec.box[1] = spec.box[1] * Traits::kRowBytes / 128, spec.box[2] = 1;
+  }
   return tensor_map(spec);
 }
 

@@ -119,6 +119,7 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
   const int boxes = 1 << boxes_shift, stages_per_batch = 32 >> boxes_shift;
   const int box_bytes = (Traits::kHeads * Traits::kRowBytes) << a.box_shift;
   const int my_stage = lane >> boxes_shift, my_box = lane & (boxes - 1);
+  const auto coordinate = [](const Box& b) { return Traits::kDense ? b.row * Traits::kRowBytes / 128 : b.row; };
   const uint64_t policy = ptx::l2_evict_first();  // every byte is read once
   if (lane == 0) ptx::tensor_map_prefetch(map);
   if (!early) ptx::pdl_wait();
@@ -129,7 +130,7 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
   const int ring_full = min(Traits::kStages, stages_per_batch) - 1;  // when there is time to look ahead
   // L2 is coherent: what the kernel ahead still writes to these blocks is seen by the loads below.
   if (early && now.present && my_stage < Traits::kStages)
-    ptx::tensor_prefetch_5d(map, 0, now.row, 0, now.head_group * Traits::kHeads, now.page);
+    ptx::tensor_prefetch_5d(map, 0, coordinate(now), 0, now.head_group * Traits::kHeads, now.page);
   Cursor stage, query;
   for (bool more = true; more;) {
 #pragma unroll 1
@@ -154,8 +155,8 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
       }
       if (my_stage == i && now.present) {
         const uint32_t dst = ring.stages + stage.index * Traits::kStageBytes + tensor * Traits::kTensorBytes;
-        ptx::tensor_load_5d(dst + my_box * box_bytes, map, 0, now.row, 0, head_group * Traits::kHeads, now.page, full,
-                            policy);
+        ptx::tensor_load_5d(dst + my_box * box_bytes, map, 0, coordinate(now), 0, head_group * Traits::kHeads, now.page,
+                            full, policy);
       }
       if constexpr (Traits::kTokenScales) {
         const ScaleView& scale = tensor ? a.p.v_scale : a.p.k_scale;

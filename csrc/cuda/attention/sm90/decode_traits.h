@@ -33,22 +33,25 @@ constexpr int kMaxParts = 16;        // batch_invariant: parts of an item
 constexpr int kMinPartTokens = 512;  // batch_invariant: least tokens in a part
 
 // kRows: packed query rows a KV head, in units of 8 (the N of an mma).  kHeads: KV heads that share a stage.
-// kTokenScales: a quantised cache has its scales per token and head.
-template <class Cache_, int kHeadDim_, int kRows_, int kHeads_ = 1, bool kTokenScales_ = false>
+// kTokenScales: a quantised cache has its scales per token and head.  kDense: the tokens of a block and head are
+// adjacent (HND) and are read as one run of 128-byte lines; memory is slower to give a row of 192 bytes in pieces.
+template <class Cache_, int kHeadDim_, int kRows_, int kHeads_ = 1, bool kTokenScales_ = false, bool kDense_ = false>
 struct DecodeTraits {
   using Cache = Cache_;
   static constexpr int kHeadDim = kHeadDim_, kRows = kRows_, kHeads = kHeads_;
-  static constexpr bool kTokenScales = kTokenScales_;
+  static constexpr bool kTokenScales = kTokenScales_, kDense = kDense_;
   static constexpr bool kLoadsOnly = false;  // true: the ceiling of bench/decode.py, without math and output
   static constexpr bool kQuantized = sizeof(Cache) == 1;
   using Math = std::conditional_t<kQuantized, __half, Cache>;  // operands of the mma: 8-bit types are exact in fp16
 
-  // A cache row in shared memory: kChunks pieces of kSwizzle bytes, each a TMA swizzle atom wide.  With any of the
-  // three swizzles, eight rows at the same 16 bytes of a chunk lie in different banks.
+  // A cache row in shared memory: kChunks pieces of kSwizzle bytes, each a TMA swizzle atom wide, or with kDense the
+  // bytes as they are, and lines of 128 bytes swizzled.  Eight rows at the same 16 bytes of a chunk lie in different
+  // banks; of dense rows two may meet.
   static constexpr int kRowBytes = kHeadDim * sizeof(Cache);
-  static constexpr int kSwizzle = kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : 32;
+  static constexpr int kSwizzle = kDense || kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : 32;
   static constexpr int kChunks = kRowBytes / kSwizzle;
-  static_assert(kRowBytes % kSwizzle == 0);
+  static constexpr int kTokenPitch = kDense ? kRowBytes : kSwizzle;
+  static_assert(kDense || kRowBytes % kSwizzle == 0);
 
   // A warp owns 16 tokens of one head in a stage, for kWarpRows query rows: as many as let its output stay in 64
   // registers.  There are 4 or 8 warps; 8 where the math of 4, or their merge of the rows at the end of a piece, would
@@ -57,7 +60,7 @@ struct DecodeTraits {
   static constexpr int kWarpRows = kRows < kMostWarpRows ? kRows : kMostWarpRows;
   static constexpr int kRowTiles = kWarpRows / 8;
   static constexpr int kRowGroups = kRows / kWarpRows;
-  static constexpr bool kFewWarps = kRowBytes > 128 && !kQuantized && kRows == 8 && kHeads == 1;
+  static constexpr bool kFewWarps = kRowBytes > 192 && !kQuantized && kRows == 8 && kHeads == 1;
   static constexpr int kSlices = kFewWarps ? 4 : 8 / (kHeads * kRowGroups);
   static constexpr int kWarps = kHeads * kSlices * kRowGroups;
   static constexpr int kProducers = 2;  // warps: one for K, one for V; a TMA instruction takes its time to issue
@@ -73,7 +76,7 @@ struct DecodeTraits {
   static constexpr int kStageBytes = 2 * kTensorBytes;
   static constexpr int kScaleBytes = kTokenScales ? kHeads * kTileTokens * 4 : 0;  // of K or V of a stage
   static constexpr int kQuerySteps = (kHeadDim + 31) / 32;                         // 64 bytes each
-  static constexpr int kQueryPitch = kHeadDim * 2 + 16;  // bytes; keeps ldmatrix free of bank conflicts
+  static constexpr int kQueryPitch = kHeadDim * 2 + (kQuantized ? 32 : 16);        // bytes; no bank conflicts
   static constexpr int kQueryBytes = kHeads * kRows * kQueryPitch;
   static constexpr int kSumPitch = kHeadDim + 4;  // floats
   static constexpr int kSumBytes = kWarps * kWarpRows * kSumPitch * 4;
