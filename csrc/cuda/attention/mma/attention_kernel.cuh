@@ -27,11 +27,12 @@ struct CtaState {
   ScoreRule rules[2];
   HeadView views[2][2];  // of keys and values
   bool more[2];          // there is a piece
+  int turn;              // drawn for the next one
 
   __device__ void advance(const KernelArgs& args, int which) {
     const AttentionParams& p = args.p;
     Piece& piece = pieces[which];
-    more[which] = walk.next(p, piece);
+    more[which] = walk.next(p, {C::kRows, C::kKeys}, turn, piece);
     if (!more[which]) return;
     rules[which] = score_rule<C>(p, piece.head);
     auto view = [&](const void* cache, const BlockStrides& strides) -> HeadView {
@@ -69,10 +70,18 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
   // Begins to load a piece.  Of the stages, all but the last may be written from here on.
   auto start = [&](int which) {
     const Piece& piece = state.pieces[which];
-    for (int stage = 0; stage < args.stages && loader.looks_up(); ++stage) {
-      const int tile = piece.tile_begin + stage, block = loader.find_block(piece, tile);
-      loader.publish_address(state.views[which], stage, tile, block);
-      if constexpr (C::kQuantized) loader.load_scale(piece, stage, tile, block);
+    if (loader.looks_up()) {
+      int blocks[kMaxStages];
+#pragma unroll
+      for (int stage = 0; stage < kMaxStages; ++stage)
+        if (stage < args.stages) blocks[stage] = loader.find_block(piece, piece.tile_begin + stage);
+#pragma unroll
+      for (int stage = 0; stage < kMaxStages; ++stage) {
+        if (stage >= args.stages) break;
+        const int tile = piece.tile_begin + stage;
+        loader.publish_address(state.views[which], stage, tile, blocks[stage]);
+        if constexpr (C::kQuantized) loader.load_scale(piece, stage, tile, blocks[stage]);
+      }
     }
     loader.load_query(piece);
     __syncthreads();
@@ -95,15 +104,17 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     }
   }
   if (warp == 0) {
-    const Walk walk(p, {C::kRows, C::kKeys}, plan, args.deals, args.min_share, args.partials.unit_tiles);
+    const Walk walk(p, plan, args.deals, args.min_share, args.partials.unit_tiles);
     if (thread == 0) {
       state.walk = walk;
       args.partials.items[blockIdx.x] = {0, 0, 0};
+      state.turn = state.walk.draw();
       state.advance(args, 0);
     }
   }
   __syncthreads();
   if (state.more[0]) start(0);
+  if (thread == 0) state.turn = state.walk.draw();
   for (int which = 0; state.more[which]; which ^= 1) {
     const Piece& piece = state.pieces[which];
     Rows rows;
@@ -134,8 +145,10 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     }
     __syncthreads();
     if (state.more[which ^ 1]) start(which ^ 1);  // its loads run while this piece is finished
+    const int turn = thread == 0 ? state.walk.draw() : 0;
     unsigned char* exchange = C::kQuantized && C::kTensorCores ? smem + C::kConverted : loader.stage_data(ahead);
     rows.finish(args, piece, rule, reinterpret_cast<float2*>(smem + C::kStates), reinterpret_cast<float*>(exchange));
+    if (thread == 0) state.turn = turn;
   }
   if (args.range.owns_empty) write_empty_rows<typename C::T>(p);
 }

@@ -10,9 +10,12 @@
 
 namespace paged_attn::mma {
 
+constexpr int kMaxStages = 4;
+
 struct KernelArgs {
   AttentionParams p;
   QueryRange range;
+  Divisor group;  // p.num_heads / p.num_kv_heads
   Plan plan;
   Partials partials;
   int min_share;    // least work of a CTA

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../softmax.cuh"
-#include "merge.cuh"
+#include "config.cuh"
 
 namespace paged_attn::mma {
 
@@ -26,14 +26,15 @@ __device__ __forceinline__ void store_scaled(T* out, float x, float y, float sca
 template <class T>
 class Writer {
  public:
-  __device__ Writer(const AttentionParams& p, TileShape shape, const Partials& partials, const Piece& piece)
-      : p_(p), shape_(shape), partials_(partials), piece_(piece), group_(p.num_heads / p.num_kv_heads) {}
+  __device__ Writer(const KernelArgs& args, TileShape shape, const Piece& piece)
+      : p_(args.p), shape_(shape), partials_(args.partials), piece_(piece), group_(args.group) {}
 
   // Row `row` of the tile, to be followed by its output in pairs.  `maximum` is in log2 units; one of the threads that
   // share the row stores the state.
   __device__ void begin_row(int row, float maximum, float sum, bool stores_state) {
     const PlanEntry& e = piece_.entry;
-    const int token = (e.first_row + row) / group_, head = piece_.head * group_ + (e.first_row + row) % group_;
+    const int packed = e.first_row + row, token = group_.quotient(packed);
+    const int head = piece_.head * group_.value + packed - token * group_.value;
     if (piece_.whole()) {
       const RowEnd end = finish_row(maximum, sum, p_.sinks ? p_.sinks + head : nullptr);
       scale_ = end.output_scale;
@@ -61,7 +62,7 @@ class Writer {
   TileShape shape_;
   const Partials& partials_;
   const Piece& piece_;
-  int group_;
+  const Divisor& group_;
   T* out_ = nullptr;
   float* partial_ = nullptr;
   float scale_ = 0.f;

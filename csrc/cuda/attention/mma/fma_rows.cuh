@@ -30,13 +30,13 @@ class FmaRows {
     if (share.first_row >= piece.num_rows) return;
     if (tile == piece.tile_begin) read_query(loader.query(), share.first_row);
     if constexpr (!C::kQuantized) {
-      add_keys<DType::kFloat32>(p, piece, rule, loader, stage, tile, share);
+      add_keys<DType::kFloat32>(args, piece, rule, loader, stage, tile, share);
     } else if (p.cache_dtype == DType::kFloat8E4M3) {
-      add_keys<DType::kFloat8E4M3>(p, piece, rule, loader, stage, tile, share);
+      add_keys<DType::kFloat8E4M3>(args, piece, rule, loader, stage, tile, share);
     } else if (p.cache_dtype == DType::kFloat8E5M2) {
-      add_keys<DType::kFloat8E5M2>(p, piece, rule, loader, stage, tile, share);
+      add_keys<DType::kFloat8E5M2>(args, piece, rule, loader, stage, tile, share);
     } else {
-      add_keys<DType::kInt8>(p, piece, rule, loader, stage, tile, share);
+      add_keys<DType::kInt8>(args, piece, rule, loader, stage, tile, share);
     }
   }
 
@@ -64,7 +64,7 @@ class FmaRows {
       }
     }
     __syncthreads();
-    Writer<float> writer(p, {C::kRows, C::kKeys}, args.partials, piece);
+    Writer<float> writer(args, {C::kRows, C::kKeys}, piece);
     for (int row = warp; row < piece.num_rows; row += C::kWarps) {
       const int first = row / kWarpRows, place = row % kWarpRows;  // of the warps that hold it
       float maximum = -INFINITY, sum = 0.f, weights[C::kWarps];
@@ -143,8 +143,9 @@ class FmaRows {
   }
 
   template <DType kType>
-  __device__ void add_keys(const AttentionParams& p, const Piece& piece, const ScoreRule& rule, Loader<C>& loader,
+  __device__ void add_keys(const KernelArgs& args, const Piece& piece, const ScoreRule& rule, Loader<C>& loader,
                            int stage, int tile, const Share& share) {
+    const AttentionParams& p = args.p;
 #pragma unroll 1
     for (int step = 0; step < share.row_warps; ++step) {
       const int key0 = share.first_key + step * kStepKeys + threadIdx.x % 32 / kKeyLanes;
@@ -165,9 +166,9 @@ class FmaRows {
       }
       const int first_key = tile * C::kKeys + share.first_key + step * kStepKeys;
       if (rule.modified)
-        modify_scores(s, p, piece, rule.scale, share.first_row, tile * C::kKeys, key0, loader.scales(stage));
+        modify_scores(s, args, piece, rule.scale, share.first_row, tile * C::kKeys, key0, loader.scales(stage));
       if (first_key < piece.span.full_begin || first_key + kStepKeys > piece.span.full_end)
-        mask_scores(s, p, piece, share.first_row, tile * C::kKeys + key0);
+        mask_scores(s, args, piece, share.first_row, tile * C::kKeys + key0);
       softmax(s, rule.log2_rate);
       if constexpr (C::kQuantized)
         if (per_token(p.v_scale))
@@ -195,23 +196,24 @@ class FmaRows {
       for (int r = 0; r < kWarpRows; ++r) f(s[j][r], j, r);
   }
 
-  __device__ static void modify_scores(Scores& s, const AttentionParams& p, const Piece& piece, float scale,
+  __device__ static void modify_scores(Scores& s, const KernelArgs& args, const Piece& piece, float scale,
                                        int first_row, int tile_key, int key0, const float* scales) {
+    const AttentionParams& p = args.p;
     for_each_score(s, [&](float& x, int, int) { x *= scale; });
     if (C::kQuantized && per_token(p.k_scale))
       for_each_score(s, [&](float& x, int j, int) { x *= scales[key0 + j * 4]; });
     if (p.softcap > 0.f) for_each_score(s, [&](float& x, int, int) { x = p.softcap * tanhf(x / p.softcap); });
     if (p.alibi_slopes)
       for_each_score(s, [&](float& x, int j, int r) {
-        const RowPlace row(p, piece, first_row + r);
+        const RowPlace row(args, piece, first_row + r);
         x += p.alibi_slopes[row.head] * static_cast<float>(tile_key + key0 + j * 4 - row.position);
       });
   }
 
-  __device__ static void mask_scores(Scores& s, const AttentionParams& p, const Piece& piece, int first_row,
+  __device__ static void mask_scores(Scores& s, const KernelArgs& args, const Piece& piece, int first_row,
                                      int first_key) {
     for_each_score(s, [&](float& x, int j, int r) {
-      const RowPlace row(p, piece, first_row + r);
+      const RowPlace row(args, piece, first_row + r);
       const int key = first_key + j * 4;
       if (key < row.key_begin || key >= row.key_end) x = -INFINITY;
     });

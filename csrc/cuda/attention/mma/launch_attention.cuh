@@ -39,6 +39,7 @@ inline KernelArgs kernel_args(const AttentionParams& p, QueryRange range) {
   KernelArgs args = {};
   args.p = p;
   args.range = range;
+  args.group = Divisor(p.num_heads / p.num_kv_heads);
   args.block_shift = (p.block_size & (p.block_size - 1)) == 0 ? __builtin_ctz(p.block_size) : -1;
   const int query_size = element_size(p.dtype), cache_size = element_size(p.cache_dtype);
   args.query_bytes =
@@ -54,9 +55,9 @@ inline KernelArgs kernel_args(const AttentionParams& p, QueryRange range) {
 template <class C>
 int stages_that_fit(const DeviceInfo& device, int ctas) {
   const int bytes = std::min(device.smem_per_sm / ctas - device.smem_reserved, device.smem_per_block);
-  int stages = 4;
+  int stages = kMaxStages;
   while (stages > 0 && C::smem_bytes(stages) > bytes) --stages;
-  return stages < (C::kDecode && ctas > 1 ? 3 : 2) ? 0 : stages;
+  return stages < 2 ? 0 : stages;
 }
 
 // `splits_rows`: batch_invariant cuts rows into units of kUnitTokens keys; else a row is done in one piece.

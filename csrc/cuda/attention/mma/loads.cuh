@@ -102,15 +102,14 @@ class Loader {
     const AttentionParams& p = args_.p;
     constexpr int kRowChunks = C::kRowBytes / 16, kRowsAtOnce = C::kThreads / kRowChunks;
     const PlanEntry& e = piece.entry;
-    const int group = p.num_heads / p.num_kv_heads;
     const int chunk = threadIdx.x % kRowChunks;
     constexpr int kElementBytes = sizeof(typename C::T);
     const int there = max(0, min(16, p.head_dim * kElementBytes - chunk * 16));
-#pragma unroll 1
+#pragma unroll 2
     for (int row = threadIdx.x / kRowChunks; row < C::kRows; row += kRowsAtOnce) {
-      const int packed = e.first_row + min(row, piece.num_rows - 1);
-      const int64_t from = (e.q_begin + packed / group) * p.query_strides.token +
-                           (piece.head * group + packed % group) * p.query_strides.head;
+      const int packed = e.first_row + min(row, piece.num_rows - 1), token = args_.group.quotient(packed);
+      const int head = piece.head * args_.group.value + packed - token * args_.group.value;
+      const int64_t from = (e.q_begin + token) * p.query_strides.token + head * p.query_strides.head;
       unsigned char* to = query() + chunk_place<C>(row, chunk);
       const unsigned char* source = static_cast<const unsigned char*>(p.query) + from * kElementBytes + chunk * 16;
       const int bytes = row < piece.num_rows ? there : 0;

@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(kWarps * 32)
 template <class T>
 void launch(const AttentionParams& p, QueryRange range, TileShape shape, const Plan& plan, const Partials& partials,
             int num_ctas, cudaStream_t stream, bool dependent) {
-  const unsigned row_blocks = std::min(8, shape.rows / kWarps);
+  const int64_t rows = std::min<int64_t>(shape.rows, int64_t{range.max_len} * (p.num_heads / p.num_kv_heads));
+  const unsigned row_blocks = static_cast<unsigned>(std::min<int64_t>(8, (rows + kWarps - 1) / kWarps));
   if (partials.unit_tiles == 0) {
     const dim3 grid(num_ctas, row_blocks);
     launch_kernel(merge_kernel<T>, grid, kWarps * 32, 0, stream, dependent, p, shape, partials);

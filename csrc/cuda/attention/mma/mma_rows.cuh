@@ -39,9 +39,9 @@ class MmaRows {
       const float* query_scales = loader.query_scales() + row0 + threadIdx.x % 32 / 4;
       for_each_score(s, [&](float& x, int m, int h, int) { x *= query_scales[m * 16 + h * 8]; });
     }
-    if (rule.modified) modify_scores(s, p, piece, rule.scale, row0, first_key, scales);
+    if (rule.modified) modify_scores(s, args, piece, rule.scale, row0, first_key, scales);
     if (first_key < piece.span.full_begin || first_key + C::kWarpKeys > piece.span.full_end)
-      mask_scores(s, p, piece, row0, first_key);
+      mask_scores(s, args, piece, row0, first_key);
     softmax(s, rule.log2_rate);
     if constexpr (C::kQuantized)
       if (per_token(p.v_scale)) scale_probabilities(s, scales + C::kKeys);
@@ -107,8 +107,9 @@ class MmaRows {
         for (int i = 0; i < 4; ++i) f(s[m][n][i], m, i / 2, n * 8 + column0 + i % 2);
   }
 
-  __device__ static void modify_scores(Scores& s, const AttentionParams& p, const Piece& piece, float scale,
+  __device__ static void modify_scores(Scores& s, const KernelArgs& args, const Piece& piece, float scale,
                                        int first_row, int first_key, const float* scales) {
+    const AttentionParams& p = args.p;
     for_each_score(s, [&](float& x, int, int, int) { x *= scale; });
     if (C::kQuantized && per_token(p.k_scale))
       for_each_score(s, [&](float& x, int, int, int column) { x *= scales[column]; });
@@ -120,7 +121,7 @@ class MmaRows {
       for (int m = 0; m < C::kRowTiles; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const RowPlace row(p, piece, first_row + m * 16 + h * 8 + threadIdx.x % 32 / 4);
+          const RowPlace row(args, piece, first_row + m * 16 + h * 8 + threadIdx.x % 32 / 4);
           slopes[m][h] = p.alibi_slopes[row.head];
           positions[m][h] = row.position;
         }
@@ -130,14 +131,14 @@ class MmaRows {
     }
   }
 
-  __device__ static void mask_scores(Scores& s, const AttentionParams& p, const Piece& piece, int first_row,
+  __device__ static void mask_scores(Scores& s, const KernelArgs& args, const Piece& piece, int first_row,
                                      int first_key) {
     const int lane = threadIdx.x % 32, column0 = first_key + lane % 4 * 2;
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const RowPlace row(p, piece, first_row + m * 16 + h * 8 + lane / 4);
+        const RowPlace row(args, piece, first_row + m * 16 + h * 8 + lane / 4);
         const int begin = row.key_begin - column0, end = row.key_end - column0;
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n)
@@ -262,7 +263,7 @@ class MmaRows {
   // The warps hold different rows.
   __device__ void store_rows(const KernelArgs& args, const Piece& piece, float value_scale) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    Writer<typename C::T> writer(args.p, {C::kRows, C::kKeys}, args.partials, piece);
+    Writer<typename C::T> writer(args, {C::kRows, C::kKeys}, piece);
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m)
 #pragma unroll
@@ -284,7 +285,7 @@ class MmaRows {
     for (int h = 0; h < 2; ++h)
       if (lane % 4 == 0) states[warp * C::kRows + h * 8 + lane / 4] = make_float2(reference_[0][h], sum_[0][h]);
     __syncthreads();
-    Writer<typename C::T> writer(args.p, {C::kRows, C::kKeys}, args.partials, piece);
+    Writer<typename C::T> writer(args, {C::kRows, C::kKeys}, piece);
     auto maximum_of = [&](int row) {
       float maximum = states[row].x;
 #pragma unroll

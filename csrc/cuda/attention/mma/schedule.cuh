@@ -1,10 +1,10 @@
-// Who does what: the work list of a call and its cut into equal shares.
+// Who does what: the work list of a call and how CTAs share it.
 //
 // The query rows of a KV head's group are packed, row = query token x group + head within the group, so that K and V
 // are read once a group.  A sequence's packed rows are cut into query tiles, the keys that a query tile sees into key
-// tiles. The list (sequence, query tile, KV head, key tile), flattened in this order, is cut into one contiguous share
-// a CTA
-// ("stream-K").  make_plan writes the list's query tiles; everything else follows from it on the device.
+// tiles.  The list is (sequence, query tile, KV head, key tile), flattened in this order; an item is a query tile and a
+// KV head.  make_plan writes the list's query tiles; everything else follows from it on the device.  Items are dealt
+// whole or cut into equal contiguous shares of key tiles, one a CTA ("stream-K").
 #pragma once
 
 #include <climits>
@@ -13,6 +13,19 @@
 #include "../paths.h"
 
 namespace paged_attn::mma {
+
+// Division of numbers below 2^31 by a number that the host knows, without the device's long division.
+// (Granlund and Montgomery, "Division by invariant integers using multiplication".)
+struct Divisor {
+  unsigned value, multiplier, shift;
+
+  Divisor() = default;
+  explicit Divisor(unsigned d) : value(d), shift(0) {
+    while (shift < 31 && (1u << shift) < d) ++shift;
+    multiplier = static_cast<unsigned>((((uint64_t{1} << shift) - d) << 32) / d + 1);
+  }
+  __device__ int quotient(int n) const { return (__umulhi(n, multiplier) + n) >> shift; }
+};
 
 struct TileShape {
   int rows, keys;  // packed query rows and keys of a tile
@@ -84,9 +97,8 @@ struct CutItem {
 // walk together; then one of them walks.
 class Walk {
  public:
-  __device__ Walk(const AttentionParams& p, TileShape shape, const Plan& plan, bool deals, int min_share,
-                  int unit_tiles)
-      : plan_(plan), shape_(shape), unit_tiles_(unit_tiles), index_(0), next_begin_(0) {
+  __device__ Walk(const AttentionParams& p, const Plan& plan, bool deals, int min_share, int unit_tiles)
+      : plan_(plan), unit_tiles_(unit_tiles), index_(0), next_begin_(0) {
     const int count = *plan.num_entries, heads = p.num_kv_heads;
     num_items_ = count * heads;
     num_cut_ = !deals ? num_items_ : unit_tiles > 0 ? 0 : num_items_ % static_cast<int>(gridDim.x);
@@ -101,11 +113,14 @@ class Walk {
     }
   }
 
-  __device__ bool next(const AttentionParams& p, Piece& piece) {
+  // A turn at the items that are dealt, for `next`; drawn early, so that it is there when it is needed.
+  __device__ int draw() { return num_cut_ < num_items_ ? atomicAdd(plan_.num_dealt, 1) : 0; }
+
+  __device__ bool next(const AttentionParams& p, TileShape shape, int turn, Piece& piece) {
     if (num_cut_ < num_items_) {
-      const int item = num_items_ - 1 - atomicAdd(plan_.num_dealt, 1);
+      const int item = num_items_ - 1 - turn;
       if (item >= num_cut_) {
-        fill(p, plan_.entries[item / p.num_kv_heads], piece);
+        fill(p, shape, plan_.entries[item / p.num_kv_heads], piece);
         piece.head = item % p.num_kv_heads;
         piece.tile_begin = piece.span.tile_begin;
         piece.tile_end = piece.span.tile_end;
@@ -119,7 +134,7 @@ class Walk {
         ++index_;
         load();
       }
-      fill(p, entry_, piece);
+      fill(p, shape, entry_, piece);
       const unsigned tiles = piece.span.tile_end - piece.span.tile_begin;
       const unsigned offset = static_cast<unsigned>(position_ - entry_.begin);
       piece.head = offset / tiles;
@@ -159,10 +174,10 @@ class Walk {
     }
     return low;
   }
-  __device__ void fill(const AttentionParams& p, const PlanEntry& entry, Piece& piece) const {
+  __device__ void fill(const AttentionParams& p, TileShape shape, const PlanEntry& entry, Piece& piece) const {
     piece.entry = entry;
-    piece.span = key_span(p, shape_, entry);
-    piece.num_rows = min(shape_.rows, entry.q_len * (p.num_heads / p.num_kv_heads) - entry.first_row);
+    piece.span = key_span(p, shape, entry);
+    piece.num_rows = min(shape.rows, entry.q_len * (p.num_heads / p.num_kv_heads) - entry.first_row);
   }
   __device__ void load() {
     entry_ = plan_.entries[index_];
@@ -170,7 +185,6 @@ class Walk {
   }
 
   Plan plan_;
-  TileShape shape_;
   int num_items_, num_cut_;  // items of the list not known to be taken, and of those that are cut
   int unit_tiles_, index_;
   int64_t share_, position_, end_, next_begin_;

@@ -1,8 +1,8 @@
 // How raw dot products become scores, and which keys a row sees.
 #pragma once
 
+#include "config.cuh"
 #include "scales.cuh"
-#include "schedule.cuh"
 
 namespace paged_attn::mma {
 
@@ -32,10 +32,11 @@ struct RowPlace {
   int head, position;      // query head; of the token in its sequence
   int key_begin, key_end;  // the keys it sees
 
-  __device__ RowPlace(const AttentionParams& p, const Piece& piece, int row) {
-    const int group = p.num_heads / p.num_kv_heads, packed = piece.entry.first_row + row;
-    head = piece.head * group + packed % group;
-    position = piece.entry.seq_len - piece.entry.q_len + packed / group;
+  __device__ RowPlace(const KernelArgs& args, const Piece& piece, int row) {
+    const AttentionParams& p = args.p;
+    const int packed = piece.entry.first_row + row, token = args.group.quotient(packed);
+    head = piece.head * args.group.value + packed - token * args.group.value;
+    position = piece.entry.seq_len - piece.entry.q_len + token;
     key_begin = p.window_size > 0 ? position - p.window_size + 1 : 0;
     key_end = p.causal ? min(position + 1, piece.entry.seq_len) : piece.entry.seq_len;
   }
