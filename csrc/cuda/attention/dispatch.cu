@@ -1,4 +1,5 @@
 // launch_paged_attention: which path serves a call.  Shapes, options and hints decide, never tensor contents.
+#include <algorithm>
 #include <climits>
 #include <stdexcept>
 
@@ -12,12 +13,42 @@ namespace paged_attn {
 // A build without compute capability 9.0 leaves the sources of these out.
 namespace sm90 {
 int decode_max_rows(const AttentionParams&) { return 0; }
+int decode_narrow_rows(const AttentionParams&) { return 0; }
 bool decode_supports(const AttentionParams&) { return false; }
 void launch_decode(const AttentionParams&, QueryRange, Workspace&, cudaStream_t) {}
 bool prefill_supports(const AttentionParams&) { return false; }
 void launch_prefill(const AttentionParams&, QueryRange, Workspace&, cudaStream_t) {}
 }  // namespace sm90
 #endif
+
+namespace {
+
+// Marked memory that begins past that of a launch that runs at the same time.
+class WorkspaceBeside final : public Workspace {
+ public:
+  WorkspaceBeside(Workspace& whole, size_t offset) : whole_(whole), offset_(offset) {}
+  void* scratch(size_t bytes) override { return whole_.scratch(bytes); }
+  void* marked(size_t bytes) override { return static_cast<char*>(whole_.marked(offset_ + bytes)) + offset_; }
+
+ private:
+  Workspace& whole_;
+  size_t offset_;
+};
+constexpr size_t kPrefillMarkedBytes = 256;  // at least what sm90::launch_prefill marks
+
+// A batch that may hold any lengths.  Most sequences of a serving step have one query token: they get the instance for
+// that, beside which the prefill kernel runs.  Those of more rows go before, up to 32 of them: the instance for 64 is
+// too slow for who has fewer, and who has more is served as well by a prefill tile.
+void launch_mixed(const AttentionParams& p, int decode_len, Workspace& workspace, cudaStream_t stream) {
+  const int group = p.num_heads / p.num_kv_heads, narrow_len = sm90::decode_narrow_rows(p) / group;
+  const int wide_len = std::max(narrow_len, std::min(decode_len, 32 / group));
+  WorkspaceBeside beside(workspace, kPrefillMarkedBytes);
+  if (narrow_len < wide_len) sm90::launch_decode(p, {narrow_len + 1, wide_len, false}, beside, stream);
+  sm90::launch_decode(p, {0, narrow_len, true, true}, beside, stream);
+  sm90::launch_prefill(p, {wide_len + 1, INT_MAX, false, true}, workspace, stream);
+}
+
+}  // namespace
 
 // A sequence of few packed rows (query tokens x group) is decoded, a longer one prefilled.  Which it is follows from
 // its own query length, so batch_invariant holds; a bound on the query lengths only spares a launch that would find
@@ -39,6 +70,8 @@ void launch_paged_attention(const AttentionParams& p, Workspace& workspace, cuda
       throw std::invalid_argument(std::string("backend 'sm90': its ") + missing +
                                   " kernel cannot serve these shapes, dtypes, strides and options");
   }
+  if (sm90_decode && sm90_prefill && decodes && prefills && p.num_seqs > 1)
+    return launch_mixed(p, decode_len, workspace, stream);
   const auto decode = sm90_decode ? sm90::launch_decode : mma::launch_decode;
   const auto prefill = sm90_prefill ? sm90::launch_prefill : mma::launch_prefill;
   if (decodes) decode(p, {0, prefills ? decode_len : INT_MAX, true}, workspace, stream);

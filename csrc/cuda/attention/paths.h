@@ -10,9 +10,13 @@ namespace paged_attn {
 // Which sequences a kernel serves: those with min_len <= query tokens <= max_len.  The kernels of one call have
 // disjoint ranges that cover every length, and exactly one of them owns the empty rows: those of sequences of length 0,
 // whatever their query length, and the rows of `query` past cu_seqlens_q[num_seqs] (empty_rows.cuh writes both).
+//
+// side_by_side: the decode kernel and the prefill kernel launched right after it, which serves all that is longer than
+// the decode kernel's max_len, share the multiprocessors, so that bytes and arithmetic overlap.
 struct QueryRange {
   int min_len, max_len;
   bool owns_empty;
+  bool side_by_side = false;
 };
 
 // Hopper.  `supports` looks at shapes, dtypes, strides, alignment and options, never at tensor contents or at
@@ -21,6 +25,8 @@ namespace sm90 {
 
 // The most packed rows (query tokens x group) of a sequence that the decode kernel takes for this call.
 int decode_max_rows(const AttentionParams& p);
+// The most packed rows that cost no more than one query token: those of its instance.
+int decode_narrow_rows(const AttentionParams& p);
 bool decode_supports(const AttentionParams& p);
 void launch_decode(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream);
 

@@ -26,14 +26,17 @@ bool tma_can_read(const void* base, const AttentionParams& p, const BlockStrides
 
 }  // namespace
 
-// With batch_invariant every sequence takes the same instance, whatever the longest query of the batch: tiles of
-// another size would round differently.
-int decode_max_rows(const AttentionParams& p) {
+int decode_narrow_rows(const AttentionParams& p) {
   const int group = p.num_heads / p.num_kv_heads, most = most_rows(p.head_dim, is_quantized(p.cache_dtype));
-  if (!p.batch_invariant) return most;
   for (int rows = 8; rows <= most; rows *= 2)
     if (group <= rows) return rows;
   return 0;
+}
+
+// With batch_invariant every sequence takes the same instance, whatever the longest query of the batch: tiles of
+// another size would round differently.
+int decode_max_rows(const AttentionParams& p) {
+  return p.batch_invariant ? decode_narrow_rows(p) : most_rows(p.head_dim, is_quantized(p.cache_dtype));
 }
 
 bool decode_supports(const AttentionParams& p) {

@@ -155,6 +155,8 @@ struct Consumer {
     Item item = {{0, 1}, {0, 0, a.group, a.group_inverse}, 0};
     const auto begin = [&] {
       ptx::pdl_wait();
+      // The prefill kernel beside this one does not wait for what went before: that has ended now.
+      if (a.range.side_by_side) ptx::pdl_launch_dependents();
       w = make_walk<Traits>(a);
       if (a.range.owns_empty) write_empty_rows<Element>(p, Traits::kWarps * 32);  // the first stages are on their way
     };

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char shared[];
   const Ring ring = Ring::at<Traits>(ptx::smem_address(shared));
   if (threadIdx.x == 0) ring.init<Traits>();
-  ptx::pdl_launch_dependents();
+  if (!a.range.side_by_side) ptx::pdl_launch_dependents();
   __syncthreads();
   const int producer = static_cast<int>(threadIdx.x / 32) - Traits::kWarps;
   if (producer < 0) {

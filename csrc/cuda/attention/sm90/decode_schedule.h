@@ -98,6 +98,26 @@ struct Walk {
   }
 };
 
+// How many CTAs take part when the prefill kernel runs beside this one: as large a part of them as of the work, so that
+// both end together.  A multiprocessor reads a key and its value in the time it takes to multiply about 32 packed rows
+// for each of their bytes per element with them.
+template <class Traits>
+__device__ __forceinline__ unsigned ctas_beside_prefill(const DecodeArgs& a, unsigned total) {
+  constexpr int kBalance = 32 * sizeof(typename Traits::Cache);
+  const AttentionParams& p = a.p;
+  unsigned prefill = 0;  // in tiles
+  for (int seq = threadIdx.x % 32; seq < p.num_seqs; seq += 32) {
+    const Sequence s = load_sequence<Traits>(a, seq);
+    if (s.len <= 0 || s.query_len <= a.range.max_len) continue;
+    const unsigned keys = min(s.len - s.query_len / 2, s.query_len / 2 + a.window);
+    prefill += min(1u << 20, (s.query_len * a.group / kBalance) * (keys / Traits::kTileTokens));
+  }
+  prefill = __shfl_sync(~0u, warp_inclusive_sum(prefill), 31) * a.num_head_groups;
+  const uint64_t all = static_cast<uint64_t>(total) + prefill;
+  return all == 0 ? gridDim.x
+                  : max(1u, static_cast<unsigned>((total * static_cast<uint64_t>(gridDim.x) + all - 1) / all));
+}
+
 // The share of this CTA; by whole warps.
 template <class Traits>
 __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
@@ -114,7 +134,8 @@ __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
 #pragma unroll 4
   for (int i = 0; i < per_lane; i++) sum += cost(lane * per_lane + i);
   const unsigned inclusive = warp_inclusive_sum(sum), total = __shfl_sync(~0u, inclusive, 31);
-  w.chunk = max((total + gridDim.x - 1) / gridDim.x, static_cast<unsigned>(a.min_share));
+  const unsigned ctas = a.range.side_by_side ? ctas_beside_prefill<Traits>(a, total) : gridDim.x;
+  w.chunk = max((total + ctas - 1) / ctas, static_cast<unsigned>(a.min_share));
   const unsigned begin = blockIdx.x * w.chunk;
   w.end = min(begin + w.chunk, total);
   w.done = begin >= total;

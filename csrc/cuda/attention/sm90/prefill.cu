@@ -10,11 +10,15 @@
 namespace paged_attn::sm90 {
 namespace {
 
-int instance_head_dim(int head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
+int instance_head_dim(int head_dim) {
+  for (int columns : {64, 96, 128, 192})
+    if (head_dim <= columns) return columns;
+  return 256;
+}
 
 // Boxes of whole rows take a map without a dimension for the head, which counts as so many parts of 64 columns instead.
 bool whole_row_boxes(const AttentionParams& p) {
-  return p.head_dim == instance_head_dim(p.head_dim) &&
+  return p.head_dim % 64 == 0 &&
          (p.num_kv_heads == 1 || (p.key_strides.head % 64 == 0 && p.key_strides.head == p.value_strides.head));
 }
 
@@ -60,8 +64,12 @@ void launch(const PrefillParams& p, const PrefillMaps& maps, cudaStream_t stream
   switch (instance_head_dim(p.attention.head_dim)) {
     case 64:
       return launch_prefill_instance<T, 64, kQuantized>(p, maps, stream);
+    case 96:
+      return launch_prefill_instance<T, kQuantized ? 128 : 96, kQuantized>(p, maps, stream);
     case 128:
       return launch_prefill_instance<T, 128, kQuantized>(p, maps, stream);
+    case 192:
+      return launch_prefill_instance<T, kQuantized ? 256 : 192, kQuantized>(p, maps, stream);
     default:
       return launch_prefill_instance<T, 256, kQuantized>(p, maps, stream);
   }
@@ -88,7 +96,8 @@ void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& works
   params.block_inverse = static_cast<uint32_t>((1ull << 32) / p.block_size + 1);
   const bool quantized = is_quantized(p.cache_dtype), whole_rows = !quantized && whole_row_boxes(p);
   params.head_parts = !whole_rows ? 0 : p.num_kv_heads > 1 ? static_cast<int>(p.key_strides.head / 64) : 1;
-  const int most_rows = quantized ? 64 : !whole_rows ? 8 : p.head_dim > 128 ? 16 : 64;
+  const int columns = instance_head_dim(p.head_dim);
+  const int most_rows = quantized || columns == 96 ? 64 : !whole_rows ? 8 : columns > 128 ? 16 : 64;
   params.box_rows = std::min(most_rows, p.block_size & -p.block_size);
   params.scale_log2 = p.scale * kLog2e;
   params.cap_log2 = p.softcap * kLog2e;

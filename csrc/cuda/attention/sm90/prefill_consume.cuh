@@ -201,7 +201,7 @@ class PrefillConsumer {
     const Tile tile = tiles_.read();
     const int begin = first_visible_key(p_.attention, tile) - step * kKeys, end = tile.seq_len - step * kKeys;
     if (begin <= 0 && end >= kKeys) return;
-    constexpr int kChunks = kHeadDim / 8;
+    constexpr int kChunks = 8 * Traits::kParts;  // whole parts, since chunks are swizzled
     for (int i = threadIdx.x % 128; i < kKeys * kChunks; i += 128) {
       const int row = i % kKeys, chunk = i / kKeys;
       if (row >= begin && row < end) continue;
@@ -220,30 +220,46 @@ class PrefillConsumer {
     if (lane() == 0) ptx::mbarrier_arrive(smem_.value_empty(value().slot()));
   }
 
-  // Raw products to scores in units of log2.
+  // Raw products to scores; in units of log2 once multiplied by score_scale.
+  template <bool kMasked>
   __device__ __forceinline__ void modify_scores(int step) {
     const float key_scale = Traits::kQuantized ? fabsf(tiles_.key_scale()) : 1.f;
     if (p_.cap_log2 > 0.f) {
       const float rate = p_.cap_rate * key_scale;
+      float squares[4] = {0.f, 0.f, 0.f, 0.f};
+      if constexpr (!kMasked) {  // columns that are no key's may hold anything, and would choose the way of the others
 #pragma unroll
-      for (float& x : s_) x = p_.cap_log2 * tanh_exp2(x * rate);
-    } else {
+        for (int i = 0; i < kKeys / 2; ++i) squares[i % 4] += s_[i] * s_[i];
+      }
+      const float all = (squares[0] + squares[1] + squares[2] + squares[3]) * (rate * rate);
+      if (!kMasked && __all_sync(~0u, all <= kSmallTanh * kSmallTanh)) {
+#pragma unroll
+        for (float& x : s_) x = tanh_small(x * rate);
+      } else {
+#pragma unroll
+        for (float& x : s_) x = tanh_exp2(x * rate);
+      }
+    } else if (!p_.attention.alibi_slopes) {
       const float rate = p_.scale_log2 * key_scale;
 #pragma unroll
       for (float& x : s_) x *= rate;
     }
     if (const float* slopes = p_.attention.alibi_slopes) {
       const Tile tile = tiles_.read();
+      const float scale = p_.cap_log2 > 0.f ? p_.cap_log2 : p_.scale_log2 * key_scale;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const TokenHead at = row_of(p_, tile, thread_row(r));
         const float slope = __ldg(slopes + tile.kv_head * p_.group + at.head) * kLog2e;
         const int position = tile.first_position() + at.token;
-        const float distance = static_cast<float>(step * kKeys + lane() % 4 * 2 - position);
+        const float bias = slope * static_cast<float>(step * kKeys + lane() % 4 * 2 - position);
 #pragma unroll
         for (int b = 0; b < kKeys / 8; ++b)
 #pragma unroll
-          for (int e = 0; e < 2; ++e) s_[4 * b + 2 * r + e] += slope * (distance + static_cast<float>(8 * b + e));
+          for (int e = 0; e < 2; ++e) {
+            float& x = s_[4 * b + 2 * r + e];
+            x = x * scale + (bias + slope * static_cast<float>(8 * b + e));
+          }
       }
     }
   }
@@ -256,7 +272,7 @@ class PrefillConsumer {
         ptx::mbarrier_wait(smem_.scales_full(key().slot()), key().parity());
         scale_columns(smem_.scales(key().slot()));
       }
-    if constexpr (Traits::kScoreMods) modify_scores(step);
+    if constexpr (Traits::kScoreMods) modify_scores<kMasked>(step);
     if constexpr (kMasked) {
       const Tile tile = tiles_.read();
       const int column = step * kKeys + lane() % 4 * 2;
@@ -326,7 +342,7 @@ class PrefillConsumer {
     }
   }
   __device__ __forceinline__ float score_scale() const {
-    if constexpr (Traits::kScoreMods) return 1.f;
+    if constexpr (Traits::kScoreMods) return p_.cap_log2 > 0.f && !p_.attention.alibi_slopes ? p_.cap_log2 : 1.f;
     if constexpr (Traits::kQuantized) return p_.scale_log2 * fabsf(tiles_.key_scale());
     return p_.scale_log2;
   }
@@ -374,13 +390,13 @@ class PrefillConsumer {
                    : "memory");
     }
     __syncwarp();
-    constexpr int kChunks = kHeadDim / 8, kRowsAtOnce = 32 / kChunks;
-    const int chunk = lane() % kChunks;
+    constexpr int kLanes = Traits::kChunkLanes, kRowsAtOnce = 32 / kLanes;
+    const int chunk = lane() % kLanes;
     T* out = static_cast<T*>(a.out) + tile.q_begin * a.out_strides.token +
              static_cast<int64_t>(tile.kv_head) * p_.group * a.out_strides.head + chunk * 8;
 #pragma unroll
     for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
-      const int r = i * kRowsAtOnce + lane() / kChunks;
+      const int r = i * kRowsAtOnce + lane() / kLanes;
       const TokenHead at = row_of(p_, tile, warp_row() + r);
       uint4 v;
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

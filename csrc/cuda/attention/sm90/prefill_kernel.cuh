@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   ptx::pdl_launch_dependents();
   __syncthreads();
-  ptx::pdl_wait();
+  if (!p.range.side_by_side) ptx::pdl_wait();
   if (p.range.owns_empty) write_empty_rows<typename Traits::T>(p.attention);
 
   if (warpgroup == 0) {

@@ -16,7 +16,7 @@ void launch_prefill_kernel(const PrefillParams& p, const PrefillMaps& maps, cuda
   const int64_t tiles = (static_cast<int64_t>(a.num_tokens) * p.group / Traits::kRows + a.num_seqs) * a.num_kv_heads;
   const int64_t grid = std::max<int64_t>(1, std::min<int64_t>(current_device().sm_count, tiles));
   launch_kernel(prefill_kernel<Traits>, static_cast<unsigned>(grid), Traits::kThreads, Traits::kSmemBytes, stream,
-                a.pdl, maps.key, maps.value, p);
+                a.pdl || p.range.side_by_side, maps.key, maps.value, p);
 }
 
 template <class T, int kHeadDim, bool kQuantized>

@@ -12,27 +12,38 @@ namespace paged_attn::sm90 {
 template <class T_, int kHeadDim_, bool kScoreMods_, bool kQuantized_ = false, bool kTokenScales_ = false>
 struct PrefillTraits {
   using T = T_;                               // of the operands
-  static constexpr int kHeadDim = kHeadDim_;  // columns in shared memory; those past the real head_dim hold 0
+  static constexpr int kHeadDim = kHeadDim_;  // columns of the arithmetic; those past the real head_dim hold 0
   static constexpr bool kScoreMods = kScoreMods_, kQuantized = kQuantized_, kTokenScales = kTokenScales_;
-  static constexpr int kParts = kHeadDim / 64;  // a part: 64 columns, 128 bytes a row
-  static constexpr int kKeys = kHeadDim <= 128 ? 128 : kQuantized ? 64 : 80;
+  static constexpr int kParts = (kHeadDim + 63) / 64;  // a part: 64 columns in shared memory, 128 bytes a row
+  static constexpr int kKeys = kQuantized       ? (kHeadDim > 128 ? 64 : 128)  // of a step
+                               : kHeadDim > 192 ? 80
+                               : kHeadDim > 128 ? 112
+                               : kHeadDim > 64  ? 128
+                                                : 192;
   static constexpr int kStages = 2;
-  static constexpr int kConsumers = 2;                                                       // warpgroups that compute
-  static constexpr int kRows = kWarpgroupRows * kConsumers;                                  // of a tile
-  static constexpr bool kQueryInRegisters = kHeadDim <= 128 && !(kQuantized && kScoreMods);  // they must fit
+  static constexpr int kConsumers = 2;                       // warpgroups that compute
+  static constexpr int kRows = kWarpgroupRows * kConsumers;  // of a tile
+  static constexpr bool kQueryInRegisters =                  // they must fit
+      kHeadDim <= 128 && !(kScoreMods && (kQuantized || kHeadDim <= 64));
   static constexpr int kQueryBuffers = kHeadDim > 128 ? 1 : 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // Of 64 K registers every thread has an equal part at launch; the producers give most of theirs to the consumers.
-  static constexpr int kProducerRegisters = kQuantized ? 56 : 40, kConsumerRegisters = kQuantized ? 224 : 232;
+  static constexpr int kProducerRegisters = kQuantized ? 56 : 40;
+  static constexpr int kConsumerRegisters = kQuantized ? 224 : 232;
 
   // K and V are laid out as [group of 8 rows][part][8 rows][128 bytes], swizzled by 128 bytes: a box of rows of a block
-  // is contiguous, and wgmma reads it both as K (K-major) and as V (MN-major).  Q: [part][row][128 bytes].
-  static constexpr int kRowBytes = kHeadDim * 2;
+  // is contiguous, and wgmma reads it both as K (K-major) and as V (MN-major).  Where rows do not fill their parts, a
+  // box is of one part, and the layout [part][row][128 bytes].  Q: [part][row][128 bytes].
+  static constexpr bool kWholeRows = kHeadDim % 64 == 0;
+  static_assert(kWholeRows || !kQuantized);
+  static constexpr int kRowBytes = kParts * 128;
   static constexpr int kStageBytes = kKeys * kRowBytes;  // of K or of V
-  static constexpr int kRowGroupBytes = 8 * kRowBytes;
-  static constexpr int kPartBytes = 8 * 128;
-  static constexpr int kQueryBytes = kWarpgroupRows * kHeadDim * 2;  // of one warpgroup
+  static constexpr int kRowGroupBytes = kWholeRows ? 8 * kRowBytes : 8 * 128;
+  static constexpr int kPartBytes = kWholeRows ? 8 * 128 : kKeys * 128;
+  static constexpr int kQueryBytes = kWarpgroupRows * kRowBytes;  // of one warpgroup
   static constexpr int kQueryPartBytes = kWarpgroupRows * 128;
+  static constexpr int kChunks = kHeadDim / 8;                                    // of 16 bytes, in a row
+  static constexpr int kChunkLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // lanes that share a row
 
   // 8-bit K and V on their way: a slot holds those of one step, [up to 128 columns][key][kStagedColumns bytes],
   // swizzled.

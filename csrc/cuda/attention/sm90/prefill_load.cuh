@@ -137,7 +137,7 @@ __device__ __forceinline__ void load_blocks(const PrefillParams& p, const CUtens
   for (int step = steps.last; step >= steps.first; --step) {
     piece.go_to(step);
     ptx::mbarrier_wait(empty(ring.slot()), ring.parity() ^ 1);
-    const uint32_t barrier = full(ring.slot()), dst = data(ring.slot()) + piece.row() * Traits::kRowBytes;
+    const uint32_t barrier = full(ring.slot()), dst = data(ring.slot()) + piece.row() / 8 * Traits::kRowGroupBytes;
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_expect_tx(barrier, piece.rows * Traits::kRowBytes);
     __syncwarp();
     if (piece.block >= 0) {
@@ -160,17 +160,23 @@ __device__ __forceinline__ void produce_tiles(const PrefillParams& p, PrefillSme
   TileRing<Traits> tiles{smem};
   TileList<Traits::kRows> list(p);
   const int lane = threadIdx.x % 32;
-  int index = blockIdx.x;
+  // Beside the decode kernel many CTAs start late: then the first tile comes from the counter too.
+  const int given = p.range.side_by_side ? 0 : gridDim.x;
+  const auto take = [&] {
+    const unsigned taken = lane == 0 ? atomicAdd(p.counters, 1u) + 1u : 0;
+    return given + static_cast<int>(__shfl_sync(~0u, taken, 0));
+  };
+  int index = given > 0 ? static_cast<int>(blockIdx.x) : take();
   while (true) {
     const Tile tile = list.find(index);
     tiles.write(tile);
     if (tile.seq < 0) break;
-    if (lane == 0) index = gridDim.x + static_cast<int>(atomicAdd(p.counters, 1u) + 1u);
-    index = __shfl_sync(~0u, index, 0);
+    index = take();
     load(tile);
   }
   // The last CTA restores the counters: every other one has taken its last tile.
   if (lane == 0 && atomicAdd(p.counters + 1, 1u) + 1u == gridDim.x - 1) p.counters[0] = p.counters[1] = ~0u;
+  if (p.range.side_by_side) ptx::pdl_wait();  // the end of this kernel is the end of both
 }
 
 template <class Traits>
@@ -199,10 +205,10 @@ template <class Traits>
 __device__ __forceinline__ void load_query(const PrefillParams& p, PrefillSmem<Traits> smem, const Tile& tile,
                                            RingPosition<Traits::kQueryBuffers> buffer) {
   using T = typename Traits::T;
-  constexpr int kChunks = Traits::kHeadDim / 8, kRowsAtOnce = 32 / kChunks;  // chunks of 16 bytes
+  constexpr int kLanes = Traits::kChunkLanes, kRowsAtOnce = 32 / kLanes;
   const AttentionParams& a = p.attention;
   int lane = threadIdx.x % 32;
-  const int chunk = forget(lane) % kChunks;
+  const int chunk = forget(lane) % kLanes;
   const T* query = static_cast<const T*>(a.query) + tile.q_begin * a.query_strides.token +
                    static_cast<int64_t>(tile.kv_head) * p.group * a.query_strides.head + chunk * 8;
 #pragma unroll 1
@@ -215,10 +221,11 @@ __device__ __forceinline__ void load_query(const PrefillParams& p, PrefillSmem<T
         smem.query(buffer.slot(), warpgroup) + chunk / 8 * Traits::kQueryPartBytes + i % kWarpgroupRows * 128;
     if (i % kWarpgroupRows == 0) ptx::mbarrier_wait(smem.query_empty(buffer.slot(), warpgroup), buffer.parity() ^ 1);
 #pragma unroll(Traits::kQuantized ? 1 : 2)
-    for (int r = lane / kChunks; r < 32; r += kRowsAtOnce) {
+    for (int r = lane / kLanes; r < 32; r += kRowsAtOnce) {
       const int64_t source = __shfl_sync(~0u, offset, r);
       const bool real = source >= 0 && chunk * 8 < a.head_dim;
-      ptx::cp_async_16(dst + r * 128 + ((chunk ^ r) % 8) * 16, real ? query + source : a.query, real ? 16 : 0);
+      if (chunk < Traits::kChunks)
+        ptx::cp_async_16(dst + r * 128 + ((chunk ^ r) % 8) * 16, real ? query + source : a.query, real ? 16 : 0);
     }
     ptx::cp_async_commit();
   }

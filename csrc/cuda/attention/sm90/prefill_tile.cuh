@@ -18,11 +18,11 @@ constexpr int kMaxGroup = 512;  // so that row_of is exact
 struct PrefillParams {
   AttentionParams attention;
   QueryRange range;
-  unsigned* counters;  // [2], all ones between launches: tiles taken beyond the first of each CTA; CTAs done
+  unsigned* counters;  // [2], all ones between launches: tiles taken beyond those given at first; CTAs done
   int group;           // query heads a KV head
   int group_inverse;   // ceil(2^20 / group)
   int box_rows;        // token slots a tensor-map box: a power of two from 8 that divides block size and step
-  int head_parts;      // boxes of whole rows: a KV head's distance in parts of 64 columns; 0: a box is 8 rows of a part
+  int head_parts;      // boxes of whole rows: a KV head's distance in parts of 64 columns; 0: a box is of one part
   // A score is scale_log2 x q.k, in units of log2; with a soft cap, cap_log2 x tanh(cap_rate x q.k).
   float scale_log2, cap_log2, cap_rate;
   uint32_t block_inverse;  // ceil(2^32 / block_size), or 1 more

@@ -66,16 +66,20 @@ struct Wgmma;
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
   "%23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES40 NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define NAMES48 NAMES40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES56 NAMES48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define NAMES64 NAMES32 ", " NAMES32_63
 #define NAMES32_63                                                                                            \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
   "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES128 NAMES64 ", " NAMES64_127
-#define NAMES64_127                                                                                           \
+#define NAMES96 NAMES64 ", " NAMES64_95
+#define NAMES64_95                                                                                            \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
-  "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, " \
-  "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "    \
-  "%122, %123, %124, %125, %126, %127"
+  "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES128 NAMES96 ", " NAMES96_127
+#define NAMES96_127                                                                                          \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, " \
+  "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define WGMMA_RS(N, TYPES, NAMES, A0, A1, A2, A3, B, KEEP, TRANSPOSED)                                 \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #KEEP ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
@@ -109,11 +113,17 @@ struct Wgmma;
 
 #define ACC_N64 ACC32(0)
 #define ACC_N80 ACC32(0), ACC8(32)
+#define ACC_N96 ACC32(0), ACC8(32), ACC8(40)
+#define ACC_N112 ACC32(0), ACC8(32), ACC8(40), ACC8(48)
 #define ACC_N128 ACC32(0), ACC32(32)
+#define ACC_N192 ACC32(0), ACC32(32), ACC32(64)
 #define ACC_N256 ACC32(0), ACC32(32), ACC32(64), ACC32(96)
 DEFINE_WGMMA(64, NAMES32, 32, 33, 34, 35, 36, 37, 38);
 DEFINE_WGMMA(80, NAMES40, 40, 41, 42, 43, 44, 45, 46);
+DEFINE_WGMMA(96, NAMES48, 48, 49, 50, 51, 52, 53, 54);
+DEFINE_WGMMA(112, NAMES56, 56, 57, 58, 59, 60, 61, 62);
 DEFINE_WGMMA(128, NAMES64, 64, 65, 66, 67, 68, 69, 70);
+DEFINE_WGMMA(192, NAMES96, 96, 97, 98, 99, 100, 101, 102);
 DEFINE_WGMMA(256, NAMES128, 128, 129, 130, 131, 132, 133, 134);
 
 #undef DEFINE_WGMMA
@@ -123,13 +133,20 @@ DEFINE_WGMMA(256, NAMES128, 128, 129, 130, 131, 132, 133, 134);
 #undef ACC32
 #undef ACC_N64
 #undef ACC_N80
+#undef ACC_N96
+#undef ACC_N112
 #undef ACC_N128
+#undef ACC_N192
 #undef ACC_N256
 #undef NAMES32
 #undef NAMES40
+#undef NAMES48
+#undef NAMES56
 #undef NAMES64
 #undef NAMES32_63
+#undef NAMES96
+#undef NAMES64_95
 #undef NAMES128
-#undef NAMES64_127
+#undef NAMES96_127
 
 }  // namespace paged_attn::sm90
