@@ -71,6 +71,7 @@ QUANTISED = {
     "e4m3, scales a token": {"cache_dtype": torch.float8_e4m3fn, "scale_kind": "token_head"},
 }
 QUANTISED_VARIANTS = ("D 64", "D 96", "D 192", "D 256", "NHD", "soft cap")
+INVARIANT = [replace(case, name=f"{case.name}, batch invariant", options={"batch_invariant": True}) for case in VERIFY]
 
 
 def variants(base: Case) -> list[Case]:
@@ -91,6 +92,7 @@ def variants(base: Case) -> list[Case]:
         "soft cap": {"options": {"softcap": 30.0}},
         "ALiBi": {"options": {"alibi_slopes": torch.logspace(-1, -3, base.heads)}},
         "sinks": {"options": {"sinks": torch.zeros(base.heads)}},
+        "batch invariant": {"options": {"batch_invariant": True}},
         "mma": {"backend": "mma"},
     }
     return [base, *(replace(base, name=f"{base.name}, {name}", **change) for name, change in changes.items())]
@@ -255,20 +257,25 @@ def measure(case: Case, clock: Clock, rounds: int, peers: bool) -> dict[str, obj
     return row
 
 
+def joined(name: str, *cases: Case) -> Case:
+    """The sequences of several cases in one call."""
+    return Case(name, [q for case in cases for q in case.query_lens], [n for case in cases for n in case.seq_lens])
+
+
 def measure_mixed(rounds: int) -> list[dict[str, object]]:
-    """A serving step: 64 decode rows at 4k and one 2,048-token chunk on 8k, in one call and as two."""
-    decode = Inputs(Case("64 decode rows at 4096", [1] * 64, [4096] * 64))
-    chunk = Inputs(uniform(1, 2048, 8192))
-    both = Inputs(Case("both in one call", [1] * 64 + [2048], [4096] * 64 + [8192]))
-    parts = {"decode": decode, "chunk": chunk, "both": both}
-    times = common.time_kernels(
-        {name: inputs.ours("auto") for name, inputs in parts.items()}, sets=both.sets, rounds=rounds
-    )
-    total = times["decode"].us + times["chunk"].us
-    return [
-        {"case": inputs.case.name, "us": times[name], "of the sum of both": times[name].us / total}
-        for name, inputs in parts.items()
-    ]
+    """Serving steps: 64 decode rows, or verification rows, and a 2,048-token chunk on 8k, in one call and as two."""
+    chunk = uniform(1, 2048, 8192)
+    rows: list[dict[str, object]] = []
+    for few in (uniform(64, 1, 4096), uniform(64, 8, 2048)):
+        cases = [few, chunk, joined(f"{few.name} and {chunk.name} in one call", few, chunk)]
+        inputs = {case.name: Inputs(case) for case in cases}
+        sets = max(one.sets for one in inputs.values())
+        times = common.time_kernels({name: one.ours("auto") for name, one in inputs.items()}, sets=sets, rounds=rounds)
+        total = times[few.name].us + times[chunk.name].us
+        rows += [{"case": name, "us": time, "of the sum": time.us / total} for name, time in times.items()]
+        del inputs
+        torch.cuda.empty_cache()
+    return rows
 
 
 def measure_quantised(case: Case, rounds: int) -> dict[str, object]:
@@ -340,7 +347,9 @@ def main() -> None:
         return rows
 
     peers = section(lambda: [measure(case, clock, rounds, peers=True) for case in PREFILL], "prefill")
-    verify = section(lambda: [measure(case, clock, rounds, peers=True) for case in VERIFY], "verify")
+    verify = section(
+        lambda: [measure(case, clock, rounds, peers=case in VERIFY) for case in (*VERIFY, *INVARIANT)], "verify"
+    )
     others = section(lambda: [measure(case, clock, rounds, peers=False) for case in variants(PREFILL[0])], "variants")
     eight_bit = [
         *PREFILL,
