@@ -32,6 +32,7 @@ def stop(message: str) -> None:
 
 
 try:
+    import torch
     import torch.utils.cpp_extension as cpp_extension
 except ImportError:
     stop("building needs torch >= 2.11; install it first (pip install torch), or build without --no-build-isolation")
@@ -141,6 +142,11 @@ class BuildExtension(cpp_extension.BuildExtension):
         # Ninja keeps header dependencies a folder: each extension gets its own, or it would forget those of the other.
         shared = self.build_temp
         self.build_temp = os.path.join(shared, ext.name.rpartition(".")[2])
+        if torch.version.cuda is None:  # then torch tells ninja nothing of the headers that nvcc reads
+            changed = max(header.stat().st_mtime for header in ROOT.glob("csrc/**/*.*h"))
+            for built in Path(self.build_temp).rglob("*.o"):
+                if built.stat().st_mtime < changed:
+                    built.unlink()
         super().build_extension(ext)
         self.build_temp = shared
 
