@@ -92,6 +92,8 @@ def variants() -> list[Case]:
         "D 64": {"head_dim": 64, "seq_lens": [2048] * 64},
         "D 96": {"head_dim": 96, "seq_lens": [1360] * 64},
         "D 80": {"head_dim": 80, "seq_lens": [1632] * 64},
+        "D 112": {"head_dim": 112, "seq_lens": [1168] * 64},
+        "D 160": {"head_dim": 160, "seq_lens": [816] * 64},
         "D 192": {"head_dim": 192, "seq_lens": [688] * 64},
         "D 256": {"head_dim": 256, "seq_lens": [512] * 64},
         "fp16": {"dtype": torch.float16, "kv_dtype": torch.float16},

@@ -202,26 +202,25 @@ TOKEN_SCALE_STEPS = {
     "verify": {"seq_lens": [300, 33, 17], "query_lens": [4, 8, 1]},
     "window": {"seq_lens": [513, 70, 9], "query_lens": [2, 1, 3], "options": {"window_size": 50}},
     "all_options": {"seq_lens": [300, 33, 17], "query_lens": [4, 8, 1], "options": OPTIONS["all"]},
+    "invariant": {"seq_lens": [1500, 20, 3], "options": {"batch_invariant": True}},
 }
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("step", TOKEN_SCALE_STEPS)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
-def test_token_scales(attention_ops, cache_dtype, head_dim, step, batch_invariant):
+def test_token_scales(attention_ops, cache_dtype, head_dim, step):
     shape = dict(TOKEN_SCALE_STEPS[step])
-    options = {"batch_invariant": batch_invariant, "max_seqlen_q": 8, **shape.pop("options", {})}
     check_attention(
         attention_ops,
         shape.pop("seq_lens"),
         shape.pop("query_lens", None),
-        options,
+        {"max_seqlen_q": 8, **shape.pop("options", {})},
         dtype=torch.bfloat16,
         cache_dtype=cache_dtype,
         scale_kind="token_head",
         head_dim=head_dim,
-        layout=LAYOUTS[head_dim // 32 % 3],
+        layout=LAYOUTS[(head_dim // 32 + len(step) // 2) % 3],
         **shape,
     )
 
