@@ -83,6 +83,26 @@ def test_cache_is_that_of_write_kv(ops, cache_dtype, layout, scale_shape):
         assert_same_bits(scales[name].cpu(), same_scales[name])
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_many_tokens(ops, cache_dtype):
+    """As the same tokens a few at a time."""
+    cos_sin = cos_sin_table(1000, 64).to(ops.device)
+    positions, slots = (torch.arange(12000, device=ops.device) % 1000), torch.arange(12000, device=ops.device)
+    scale = {} if cache_dtype == torch.bfloat16 else {"k_scale": torch.ones(750, 16, 2, device=ops.device)}
+    results = []
+    for step in (12000, 500):
+        qkv = [part.to(ops.device) for part in qkv_slices(12000, 6, 2, 64, torch.bfloat16)]
+        caches = [c.fill_(3) for c in make_cache(750, 16, 2, 64, dtype=cache_dtype, device=ops.device)]
+        scales = {name: tensor.clone() for name, tensor in scale.items()}
+        for first in range(0, 12000, step):
+            part = slice(first, first + step)
+            query, key, value = (x[part] for x in qkv)
+            ops.rope_write_kv(query, key, value, positions[part], cos_sin, *caches, slots[part], **scales)
+        results.append([*qkv, *caches, *scales.values()])
+    for at_once, few in zip(*results, strict=True):
+        assert_same_bits(at_once, few)
+
+
 @pytest.mark.parametrize(("interleaved", "expected"), [(False, [-3, -4, 1, 2]), (True, [-2, 1, -4, 3])])
 def test_a_quarter_turn(ops, interleaved, expected):
     """By 90 degrees (x, y) becomes (-y, x): the pairs of 1, 2, 3, 4 are (1, 3), (2, 4) or (1, 2), (3, 4)."""

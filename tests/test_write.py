@@ -108,6 +108,25 @@ def test_many_tokens(ops):
     assert_same_bits(value_cache.view(6000, 2, 64)[slots.to(ops.device)], value)
 
 
+@pytest.mark.parametrize("scale_kind", SCALE_KINDS)
+def test_many_quantised_tokens(ops, scale_kind):
+    """As the same tokens a few at a time."""
+    rows_of_all = [part.to(ops.device) for part in rows(8000, 5, 128, torch.bfloat16)]
+    slots = scattered_slots(9600, 8000).to(ops.device)
+    results = []
+    for step in (8000, 500):
+        caches = make_cache(600, 16, 5, 128, dtype=torch.float8_e4m3fn, device=ops.device)
+        caches = [cache.fill_(3) for cache in caches]
+        scales = [scale_tensor(scale_kind, cache, seed).to(ops.device) for seed, cache in enumerate(caches)]
+        for first in range(0, 8000, step):
+            part = slice(first, first + step)
+            key, value = (x[part] for x in rows_of_all)
+            ops.write_kv(key, value, *caches, slots[part], k_scale=scales[0], v_scale=scales[1])
+        results.append([*caches, *scales])
+    for at_once, few in zip(*results, strict=True):
+        assert_same_bits(at_once, few)
+
+
 def check_quantised_write(
     ops, dtype, row_dtype=torch.bfloat16, scale_kind=None, layout="NHD", head_dim=64, block_size=16
 ):

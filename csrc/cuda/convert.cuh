@@ -5,6 +5,8 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <type_traits>
+
 #include "vector.cuh"
 
 namespace paged_attn {
@@ -61,46 +63,71 @@ __device__ __forceinline__ Piece<2> from_float(const float (&v)[8], __nv_bfloat1
   return piece;
 }
 
-// The values of a quantised piece, without its scale.
-__device__ __forceinline__ void dequantize(const Piece<1>& piece, DType dtype, float (&v)[8]) {
-  if (dtype == DType::kInt8) {
+template <__nv_fp8_interpretation_t kKind>
+__device__ __forceinline__ void dequantize_fp8(const Piece<1>& piece, float (&v)[8]) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = static_cast<int8_t>(piece.words[i / 4] >> (i % 4 * 8));
-  } else {
-    const auto kind = dtype == DType::kFloat8E5M2 ? __NV_E5M2 : __NV_E4M3;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const auto two = static_cast<__nv_fp8x2_storage_t>(piece.words[i / 2] >> (i % 2 * 16));
-      const float2 pair = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, kind)));
-      v[2 * i] = pair.x;
-      v[2 * i + 1] = pair.y;
-    }
+  for (int i = 0; i < 4; ++i) {
+    const auto two = static_cast<__nv_fp8x2_storage_t>(piece.words[i / 2] >> (i % 2 * 16));
+    const float2 pair = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, kKind)));
+    v[2 * i] = pair.x;
+    v[2 * i + 1] = pair.y;
   }
 }
 
-// v rounded and saturated, infinities too; NaN stays NaN, and becomes 0 as int8.
-__device__ __forceinline__ Piece<1> quantize(const float (&v)[8], DType dtype) {
+// The values of a quantised piece, without its scale.
+__device__ __forceinline__ void dequantize(const Piece<1>& piece, __nv_fp8_e4m3, float (&v)[8]) {
+  dequantize_fp8<__NV_E4M3>(piece, v);
+}
+__device__ __forceinline__ void dequantize(const Piece<1>& piece, __nv_fp8_e5m2, float (&v)[8]) {
+  dequantize_fp8<__NV_E5M2>(piece, v);
+}
+__device__ __forceinline__ void dequantize(const Piece<1>& piece, int8_t, float (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = static_cast<int8_t>(piece.words[i / 4] >> (i % 4 * 8));
+}
+
+template <__nv_fp8_interpretation_t kKind>
+__device__ __forceinline__ Piece<1> quantize_fp8(const float (&v)[8]) {
   Piece<1> piece = {};
-  if (dtype == DType::kInt8) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int rounded = v[i] == v[i] ? __float2int_rn(fminf(fmaxf(v[i], -127.0f), 127.0f)) : 0;
-      piece.words[i / 4] |= static_cast<uint32_t>(rounded & 0xff) << (i % 4 * 8);
-    }
-  } else {
-    const auto kind = dtype == DType::kFloat8E5M2 ? __NV_E5M2 : __NV_E4M3;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t two = __nv_cvt_float2_to_fp8x2(make_float2(v[2 * i], v[2 * i + 1]), __NV_SATFINITE, kind);
-      piece.words[i / 2] |= two << (i % 2 * 16);
-    }
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t two = __nv_cvt_float2_to_fp8x2(make_float2(v[2 * i], v[2 * i + 1]), __NV_SATFINITE, kKind);
+    piece.words[i / 2] |= two << (i % 2 * 16);
   }
   return piece;
 }
 
-__device__ __forceinline__ float largest_finite(DType dtype) {
-  return dtype == DType::kInt8 ? 127.0f : dtype == DType::kFloat8E5M2 ? 57344.0f : 448.0f;
+// v rounded, numbers that round to at most 127 as int8.
+template <class Fp8>
+__device__ __forceinline__ Piece<1> quantize_in_range(const float (&v)[8], Fp8) {
+  return quantize_fp8<std::is_same_v<Fp8, __nv_fp8_e5m2> ? __NV_E5M2 : __NV_E4M3>(v);
 }
+__device__ __forceinline__ Piece<1> quantize_in_range(const float (&v)[8], int8_t) {
+  uint32_t bits[8];
+#pragma unroll
+  // Adding 1.5 x 2^23 rounds to an integer and leaves it in the lowest bits.
+  for (int i = 0; i < 8; ++i) bits[i] = __float_as_uint(v[i] + 0x1.8p23f);
+  Piece<1> piece;
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    piece.words[i] = __byte_perm(__byte_perm(bits[4 * i], bits[4 * i + 1], 0x0040),
+                                 __byte_perm(bits[4 * i + 2], bits[4 * i + 3], 0x0040), 0x5410);
+  return piece;
+}
+
+// v rounded and saturated, infinities too; NaN stays NaN, and becomes 0 as int8.
+__device__ __forceinline__ Piece<1> quantize(const float (&v)[8], __nv_fp8_e4m3) { return quantize_fp8<__NV_E4M3>(v); }
+__device__ __forceinline__ Piece<1> quantize(const float (&v)[8], __nv_fp8_e5m2) { return quantize_fp8<__NV_E5M2>(v); }
+__device__ __forceinline__ Piece<1> quantize(const float (&v)[8], int8_t) {
+  float in_range[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) in_range[i] = v[i] == v[i] ? fminf(fmaxf(v[i], -127.0f), 127.0f) : 0.0f;
+  return quantize_in_range(in_range, int8_t{});
+}
+
+__device__ __forceinline__ float largest_finite(__nv_fp8_e4m3) { return 448.0f; }
+__device__ __forceinline__ float largest_finite(__nv_fp8_e5m2) { return 57344.0f; }
+__device__ __forceinline__ float largest_finite(int8_t) { return 127.0f; }
 
 // Calls f with a value of the C++ type behind a float dtype.
 template <class F>
@@ -112,6 +139,19 @@ void dispatch_float(DType dtype, F&& f) {
       return f(__nv_bfloat16{});
     default:
       return f(float{});
+  }
+}
+
+// The same for a quantised dtype.
+template <class F>
+void dispatch_quantized(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat8E4M3:
+      return f(__nv_fp8_e4m3{});
+    case DType::kFloat8E5M2:
+      return f(__nv_fp8_e5m2{});
+    default:
+      return f(int8_t{});
   }
 }
 

@@ -10,29 +10,51 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMaxTile = 64;  // output tokens of a CTA
-constexpr int kTokens = 4;    // of them a thread has in flight
 
 struct Source {
   int block, offset;  // block -1: the token is not there and becomes 0
 };
 
-// Where the tile's tokens `first .. first + count - 1` of the packed output come from: a scan over seq_lens up to the
-// end of the tile.
-__device__ void locate_tile(const GatherParams& p, int first, int count, Source* sources) {
+// The inclusive prefix sums of a warp's numbers.
+__device__ __forceinline__ int prefix_sum(int number) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, number, step);
+    if (threadIdx.x % 32 >= step) number += below;
+  }
+  return number;
+}
+
+struct Span {
+  int length, start;
+};
+
+__device__ __forceinline__ Span span_of(const GatherParams& p, int seq) {
+  if (seq >= p.num_seqs) return {0, 0};
+  return {max(p.seq_lens[seq * p.seq_lens_stride], 0), p.seq_starts ? p.seq_starts[seq * p.seq_starts_stride] : 0};
+}
+
+// Sequence and position of row `first + threadIdx.x` of the packed output, found inside one warp: up to 32 sequences.
+__device__ Source find_row(const GatherParams& p, int first) {
+  const Span span = span_of(p, threadIdx.x % 32);
+  const int end = prefix_sum(span.length), shift = span.start - (end - span.length), row = first + threadIdx.x;
+  int seq = 0;  // how many sequences end at or before the row
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2)
+    if (__shfl_sync(0xffffffffu, end, seq + step - 1) <= row) seq += step;
+  const int position = row + __shfl_sync(0xffffffffu, shift, seq);
+  return __shfl_sync(0xffffffffu, end, seq) > row ? Source{seq, position} : Source{-1, 0};
+}
+
+// The same for all rows of the CTA's tile, `first .. first + count - 1`, by a scan over seq_lens up to their end.
+__device__ Source find_rows(const GatherParams& p, int first, int count, Source* rows) {
   __shared__ int warp_sums[kThreads / 32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x < count) sources[threadIdx.x] = {-1, 0};
+  if (threadIdx.x < count) rows[threadIdx.x] = {-1, 0};
   int base = 0;
   for (int chunk = 0; chunk < p.num_seqs && base < first + count; chunk += kThreads) {
-    const int seq = chunk + threadIdx.x;
-    const int length = seq < p.num_seqs ? max(p.seq_lens[seq * p.seq_lens_stride], 0) : 0;
-    const int start = seq < p.num_seqs && p.seq_starts ? p.seq_starts[seq * p.seq_starts_stride] : 0;
-    int end = length;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(0xffffffffu, end, step);
-      if (lane >= step) end += below;
-    }
+    const Span span = span_of(p, chunk + threadIdx.x);
+    int end = prefix_sum(span.length);
     if (lane == 31) warp_sums[warp] = end;
     __syncthreads();
     int total = 0;
@@ -43,19 +65,24 @@ __device__ void locate_tile(const GatherParams& p, int first, int count, Source*
     }
     end += base;
     base += total;
-    // The warp writes the rows of each of its sequences that reach into the tile, (sequence, position) for now.
-    const int low = max(end - length, first), high = min(end, first + count), shift = start - (end - length);
+    // The warp writes the rows of each of its sequences that reach into the tile.
+    const int begin = end - span.length, low = max(begin, first), high = min(end, first + count);
     for (unsigned left = __ballot_sync(0xffffffffu, low < high); left != 0; left &= left - 1) {
       const int from = __ffs(left) - 1;
       const int row = __shfl_sync(0xffffffffu, low, from), stop = __shfl_sync(0xffffffffu, high, from);
-      const int to_position = __shfl_sync(0xffffffffu, shift, from);
-      for (int r = row + lane; r < stop; r += 32) sources[r - first] = {chunk + warp * 32 + from, r + to_position};
+      const int shift = __shfl_sync(0xffffffffu, span.start - begin, from);
+      for (int r = row + lane; r < stop; r += 32) rows[r - first] = {chunk + warp * 32 + from, r + shift};
     }
     __syncthreads();
   }
   __syncthreads();
+  return threadIdx.x < count ? rows[threadIdx.x] : Source{-1, 0};
+}
+
+// Block and offset of the tile's tokens.
+__device__ void locate_tile(const GatherParams& p, int first, int count, Source* sources) {
+  const Source at = p.num_seqs <= 32 ? find_row(p, first) : find_rows(p, first, count, sources);
   if (threadIdx.x < count) {
-    const Source at = sources[threadIdx.x];
     const int column = at.offset / p.block_size;
     int block = -1;
     if (at.block >= 0 && at.offset >= 0 && column < p.max_blocks)
@@ -70,16 +97,16 @@ template <int kElementBytes>
 struct Plain {
   using In = Piece<kElementBytes>;
   static constexpr int kInBytes = kElementBytes, kOutBytes = kElementBytes;
-  static __device__ In convert(const In& in, float, DType) { return in; }
+  static __device__ In convert(const In& in, float) { return in; }
 };
 
-template <class Out>
+template <class Cache, class Out>
 struct Dequantized {
   using In = Piece<1>;
   static constexpr int kInBytes = 1, kOutBytes = sizeof(Out);
-  static __device__ Piece<sizeof(Out)> convert(const In& in, float scale, DType dtype) {
+  static __device__ Piece<sizeof(Out)> convert(const In& in, float scale) {
     float v[8];
-    dequantize(in, dtype, v);
+    dequantize(in, Cache{}, v);
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] *= scale;
     return from_float(v, Out{});
@@ -95,9 +122,10 @@ __device__ __forceinline__ float scale_at(const ScaleView& scales, Source at, in
 }
 
 // A CTA packs `tile` tokens.  Thread (x, y) takes the x-th eight elements of every token y, y + rows, ..., K and V.
-template <class Format>
+template <class Format, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ GatherParams p, int tile, bool key_aligned, bool value_aligned) {
+  constexpr int kTokens = kAligned ? 8 : 4;  // that a thread has in flight
   __shared__ Source sources[kMaxTile];
   ptx::pdl_launch_dependents();
   ptx::pdl_wait();
@@ -125,10 +153,10 @@ __global__ void __launch_bounds__(kThreads)
         if (row + i * rows >= count) continue;
         const Source at = sources[row + i * rows];
         if (at.block < 0) continue;
-        keys[i] =
-            load_piece<Format::kInBytes>(key + row_offset(p.key_strides, at, head) * Format::kInBytes, key_aligned);
+        keys[i] = load_piece<Format::kInBytes>(key + row_offset(p.key_strides, at, head) * Format::kInBytes,
+                                               kAligned || key_aligned);
         values[i] = load_piece<Format::kInBytes>(value + row_offset(p.value_strides, at, head) * Format::kInBytes,
-                                                 value_aligned);
+                                                 kAligned || value_aligned);
         if (Format::kInBytes == 1) {
           k_scales[i] = scale_at(p.k_scale, at, head);
           v_scales[i] = scale_at(p.v_scale, at, head);
@@ -138,8 +166,8 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < kTokens; ++i) {
         if (row + i * rows >= count) continue;
         const int64_t to = (row + i * rows) * out_stride;
-        store_piece(out_key + to, Format::convert(keys[i], k_scales[i], p.cache_dtype), true);
-        store_piece(out_value + to, Format::convert(values[i], v_scales[i], p.cache_dtype), true);
+        store_piece(out_key + to, Format::convert(keys[i], k_scales[i]), true);
+        store_piece(out_value + to, Format::convert(values[i], v_scales[i]), true);
       }
     }
   }
@@ -147,12 +175,13 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class Format>
 void launch(const GatherParams& p, cudaStream_t stream) {
-  // Tiles small enough for several CTAs on every multiprocessor.
-  const int ctas = 4 * current_device().sm_count;
+  // Tiles small enough for two CTAs on every multiprocessor.
+  const int ctas = 2 * current_device().sm_count;
   const int tile = std::clamp((p.num_tokens + ctas - 1) / ctas, 1, kMaxTile);
-  launch_pdl(gather_kernel<Format>, dim3((p.num_tokens + tile - 1) / tile), dim3(kThreads), stream, p, tile,
-             rows_aligned(p.key_cache, p.key_strides, p.cache_dtype),
-             rows_aligned(p.value_cache, p.value_strides, p.cache_dtype));
+  const bool key_aligned = rows_aligned(p.key_cache, p.key_strides, p.cache_dtype);
+  const bool value_aligned = rows_aligned(p.value_cache, p.value_strides, p.cache_dtype);
+  launch_pdl(key_aligned && value_aligned ? gather_kernel<Format, true> : gather_kernel<Format, false>,
+             dim3((p.num_tokens + tile - 1) / tile), dim3(kThreads), stream, p, tile, key_aligned, value_aligned);
 }
 
 }  // namespace
@@ -160,7 +189,10 @@ void launch(const GatherParams& p, cudaStream_t stream) {
 void launch_gather_kv(const GatherParams& p, cudaStream_t stream) {
   if (p.num_tokens == 0) return;
   if (is_quantized(p.cache_dtype))
-    dispatch_float(p.out_dtype, [&](auto tag) { launch<Dequantized<decltype(tag)>>(p, stream); });
+    dispatch_quantized(p.cache_dtype, [&](auto cache_tag) {
+      dispatch_float(p.out_dtype,
+                     [&](auto tag) { launch<Dequantized<decltype(cache_tag), decltype(tag)>>(p, stream); });
+    });
   else if (element_size(p.cache_dtype) == 2)
     launch<Plain<2>>(p, stream);
   else

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
 void launch_merge_attn_states(const MergeParams& p, cudaStream_t stream) {
   const int64_t rows = int64_t{p.num_tokens} * p.num_heads;
   if (rows == 0) return;
-  const dim3 block(lanes_for(p.head_dim), kThreads / lanes_for(p.head_dim));
+  const dim3 block(lanes_for(p.head_dim, 8), kThreads / lanes_for(p.head_dim, 8));
   dispatch_float(p.dtype, [&](auto tag) {
     launch_pdl(merge_kernel<decltype(tag)>, dim3(static_cast<unsigned>((rows + block.y - 1) / block.y)), block, stream,
                p, rows_aligned(p.output_a, p.a_strides, p.dtype), rows_aligned(p.output_b, p.b_strides, p.dtype),

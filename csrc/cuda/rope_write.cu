@@ -1,5 +1,7 @@
 // rope_write_kv: rotary embedding of query and key in place, and the new keys and values into their slots, in one
 // launch.
+#include <algorithm>
+
 #include "kv_row.cuh"
 #include "launch.cuh"
 #include "launchers.h"
@@ -7,161 +9,170 @@
 namespace paged_attn {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 struct Alignment {
   bool query, key, value, key_cache, value_cache, cos_sin;
 };
 
-template <class T>
-__device__ __forceinline__ float element(const void* data, int64_t i) {
-  return static_cast<float>(static_cast<const T*>(data)[i]);
-}
-
-// What a lane needs to rotate its eight elements of any row of a token: out = in * cosine + partner * sine.
-struct Rotation {
-  float cosine[8], sine[8];  // 1 and 0 past the rotary dimension; the sine of a pair's first element is negative
+// A lane holds sixteen elements of a row in two pieces: eight pairs that rotate together, or elements past the rotary
+// dimension.
+struct LaneShare {
+  LanePieces part;
+  bool rotates;
+  int pair;  // the first of its eight pairs
 };
 
-// Whether the partners of a lane's elements are all of another lane's.
-__device__ __forceinline__ bool partners_in_one_lane(const RopeWriteParams& p) {
-  return !p.interleaved && p.rotary_dim % 16 == 0;
+// `kWhole`: pieces are whole or empty.
+template <bool kWhole>
+__device__ __forceinline__ LaneShare share_of_lane(const RopeWriteParams& p, int lane) {
+  const int half = p.rotary_dim / 2, rotary_lanes = (half + 7) / 8;
+  LaneShare share;
+  share.rotates = lane < rotary_lanes;
+  share.pair = 8 * lane;
+  int end[2];
+  if (share.rotates && !p.interleaved) {
+    share.part.first[0] = 8 * lane, share.part.first[1] = half + 8 * lane;
+    end[0] = half, end[1] = p.rotary_dim;
+  } else {
+    share.part.first[0] = share.rotates ? 16 * lane : p.rotary_dim + 16 * (lane - rotary_lanes);
+    share.part.first[1] = share.part.first[0] + 8;
+    end[0] = end[1] = share.rotates ? p.rotary_dim : p.write.head_dim;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int left = end[i] - share.part.first[i];
+    share.part.count[i] = kWhole ? (left > 0 ? 8 : 0) : min(max(left, 0), 8);
+  }
+  return share;
 }
 
-// A position outside the table gives NaN.
+// The cosines and sines of a lane's pairs; NaN where the position lies outside the table.
+struct Rotation {
+  float cosine[8], sine[8];
+};
+
 template <class T>
-__device__ __forceinline__ Rotation load_rotation(const RopeWriteParams& p, int token, int first, bool aligned) {
-  const int half = p.rotary_dim / 2;
+__device__ __forceinline__ Rotation load_rotation(const RopeWriteParams& p, int token, int pair, bool aligned) {
+  const int half = p.rotary_dim / 2, count = aligned ? 8 : min(half - pair, 8);
   const int64_t at = token * p.positions_stride;
   const int64_t position = p.positions_are_int64 ? static_cast<const int64_t*>(p.positions)[at]
                                                  : static_cast<const int32_t*>(p.positions)[at];
-  const bool known = position >= 0 && position < p.num_positions;
-  const int64_t row = position * p.cos_sin_stride;
   Rotation r;
-  if (partners_in_one_lane(p) && first < p.rotary_dim && known) {
-    const int64_t i = row + (first < half ? first : first - half);
-    if (p.cos_sin_is_float32) {
-      to_float(load_piece<4>(static_cast<const float*>(p.cos_sin) + i, aligned), float{}, r.cosine);
-      to_float(load_piece<4>(static_cast<const float*>(p.cos_sin) + i + half, aligned), float{}, r.sine);
-    } else {
-      to_float(load_piece<sizeof(T)>(static_cast<const T*>(p.cos_sin) + i, aligned), T{}, r.cosine);
-      to_float(load_piece<sizeof(T)>(static_cast<const T*>(p.cos_sin) + i + half, aligned), T{}, r.sine);
-    }
+  if (position < 0 || position >= p.num_positions) {
 #pragma unroll
-    for (int k = 0; k < 8; ++k) r.sine[k] = first < half ? -r.sine[k] : r.sine[k];
+    for (int i = 0; i < 8; ++i) r.cosine[i] = r.sine[i] = NAN;
     return r;
   }
-#pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    const int e = first + k;
-    r.cosine[k] = 1.0f;
-    r.sine[k] = 0.0f;
-    if (e >= p.rotary_dim) continue;
-    const bool is_first = p.interleaved ? k % 2 == 0 : e < half;
-    const int64_t i = row + (p.interleaved ? e / 2 : is_first ? e : e - half);
-    const auto coefficient = [&](int64_t c) {
-      return !known ? NAN : p.cos_sin_is_float32 ? element<float>(p.cos_sin, c) : element<T>(p.cos_sin, c);
-    };
-    r.cosine[k] = coefficient(i);
-    r.sine[k] = is_first ? -coefficient(i + half) : coefficient(i + half);
+  const int64_t first = position * p.cos_sin_stride + pair;
+  if (p.cos_sin_is_float32) {
+    const float* table = static_cast<const float*>(p.cos_sin) + first;
+    to_float(load_piece<4>(table, aligned, count), float{}, r.cosine);
+    to_float(load_piece<4>(table + half, aligned, count), float{}, r.sine);
+  } else {
+    const T* table = static_cast<const T*>(p.cos_sin) + first;
+    to_float(load_piece<sizeof(T)>(table, aligned, count), T{}, r.cosine);
+    to_float(load_piece<sizeof(T)>(table + half, aligned, count), T{}, r.sine);
   }
   return r;
 }
 
-// Rotates a lane's eight elements, read as `piece` from `row` in memory.  All lanes of the warp call it together.
-template <class T>
-__device__ __forceinline__ Piece<sizeof(T)> rotate(const RopeWriteParams& p, const Rotation& r, RowGroup group,
-                                                   const T* row, const Piece<sizeof(T)>& piece, bool active) {
-  const int first = group.lane * 8, half = p.rotary_dim / 2;
-  float v[8], partners[8];
-  to_float(piece, T{}, v);
-  if (partners_in_one_lane(p)) {
-    Piece<sizeof(T)> other;
-    const int partner = (first < half ? first + half : first - half) / 8;
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(2 * sizeof(T)); ++i)
-      other.words[i] = __shfl_sync(0xffffffffu, piece.words[i], partner, group.lanes);
-    to_float(other, T{}, partners);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int e = first + i;
-      partners[i] = v[i ^ 1];
-      if (!p.interleaved && active && e < p.rotary_dim) partners[i] = element<T>(row, e < half ? e + half : e - half);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-    if (first + i < p.rotary_dim) v[i] = v[i] * r.cosine[i] + partners[i] * r.sine[i];
-  return from_float(v, T{});
+__device__ __forceinline__ void rotate_pair(float& x, float& y, float cosine, float sine) {
+  const float rotated = x * cosine - y * sine;
+  y = y * cosine + x * sine;
+  x = rotated;
 }
 
-// A group of lanes (threadIdx.x) does kRows of the rows of one token: query heads, then key heads, then value heads.
-template <class T, int kRows>
-__global__ void __launch_bounds__(kThreads)
-    rope_write_kernel(const __grid_constant__ RopeWriteParams p, const Alignment aligned) {
+template <class T>
+__device__ __forceinline__ void rotate(const Rotation& r, bool interleaved, Piece<sizeof(T)> (&pieces)[2]) {
+  float a[8], b[8];
+  to_float(pieces[0], T{}, a);
+  to_float(pieces[1], T{}, b);
+  if (interleaved) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      rotate_pair(a[2 * i], a[2 * i + 1], r.cosine[i], r.sine[i]);
+      rotate_pair(b[2 * i], b[2 * i + 1], r.cosine[4 + i], r.sine[4 + i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) rotate_pair(a[i], b[i], r.cosine[i], r.sine[i]);
+  }
+  pieces[0] = from_float(a, T{});
+  pieces[1] = from_float(b, T{});
+}
+
+// A group of lanes (threadIdx.x) does the rows first, first + parts, ... of one token, query heads before key heads
+// before value heads: cosines, sines and the slot are found once for them all.
+template <class T, class Cache, bool kAligned>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 6 : 8)
+    rope_write_kernel(const __grid_constant__ RopeWriteParams p, const Alignment aligned, const Divider parts,
+                      const Divider block_size) {
   ptx::pdl_launch_dependents();
   const KvWriteParams& w = p.write;
-  const RowGroup group = {static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x)};
-  const int first = group.lane * 8, num_rows = p.num_heads + 2 * w.num_kv_heads, parts = (num_rows + kRows - 1) / kRows;
-  const int index = blockIdx.x * blockDim.y + threadIdx.y;
-  const int token = index / parts, first_row = (index - token * parts) * kRows;
-  const bool in_range = token < p.num_tokens, active = in_range && first < w.head_dim;
-
-  struct Row {
-    bool is_query, is_value, active, aligned;
-    int head;
-    T* data;
-  };
-  const auto row_at = [&](int i) {
-    const int row = first_row + i;
-    Row r;
-    r.is_query = row < p.num_heads;
-    r.is_value = row >= p.num_heads + w.num_kv_heads;
-    r.head = row - (r.is_query ? 0 : p.num_heads) - (r.is_value ? w.num_kv_heads : 0);
-    r.active = active && row < num_rows;
-    r.aligned = r.is_query ? aligned.query : r.is_value ? aligned.value : aligned.key;
-    const TokenStrides& s = r.is_query ? p.query_strides : r.is_value ? w.value_strides : w.key_strides;
-    void* data = r.is_query ? p.query : r.is_value ? const_cast<void*>(w.value) : p.key;
-    r.data = static_cast<T*>(data) + token * s.token + r.head * s.head;
-    return r;
-  };
+  const int lanes = blockDim.x, lane = threadIdx.x, index = blockIdx.x * blockDim.y + threadIdx.y;
+  const int token = parts.quotient(index), num_rows = p.num_heads + 2 * w.num_kv_heads;
+  const bool in_range = token < p.num_tokens;
+  const LaneShare share = share_of_lane<kAligned>(p, lane);
+  const LanePieces& part = share.part;
   ptx::pdl_wait();
 
-  Piece<sizeof(T)> pieces[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const Row row = row_at(i);
-    pieces[i] = {};
-    if (row.active) pieces[i] = load_piece<sizeof(T)>(row.data + first, row.aligned);
-  }
   Rotation rotation = {};
-  SlotPosition at = {-1, 0};
-  if (active && first_row < p.num_heads + w.num_kv_heads) rotation = load_rotation<T>(p, token, first, aligned.cos_sin);
-  if (in_range && token < w.num_tokens && first_row + kRows > p.num_heads) at = locate_slot(w, token);
+  if (in_range && share.rotates) rotation = load_rotation<T>(p, token, share.pair, kAligned || aligned.cos_sin);
+  const SlotPosition at = in_range && token < w.num_tokens ? locate_slot(w, block_size, token) : SlotPosition{-1, 0};
+  // One body for all rows: kernels this short are bound by the code that they fetch.  As many turns for every group: a
+  // warp quantises together.
+  int row = index - token * parts.divisor();
+#pragma unroll 1
+  for (int turns = parts.quotient(num_rows + parts.divisor() - 1); turns > 0; --turns, row += parts.divisor()) {
+    const bool is_query = row < p.num_heads, is_value = row >= p.num_heads + w.num_kv_heads;
+    const int head = row - (is_query ? 0 : p.num_heads) - (is_value ? w.num_kv_heads : 0);
+    const bool row_aligned = kAligned || (is_query ? aligned.query : is_value ? aligned.value : aligned.key);
+    const TokenStrides& from = is_query ? p.query_strides : is_value ? w.value_strides : w.key_strides;
+    T* data = static_cast<T*>(is_query   ? p.query
+                              : is_value ? const_cast<void*>(w.value)
+                                         : p.key) +
+              token * from.token + head * from.head;
+    const bool exists = in_range && row < num_rows, rotates = exists && share.rotates && !is_value;
+    const SlotPosition to = exists && !is_query ? at : SlotPosition{-1, 0};
 
+    Piece<sizeof(T)> pieces[2] = {};
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const Row row = row_at(i);
-    const Piece<sizeof(T)> rotated = rotate(p, rotation, group, row.data, pieces[i], row.active && !row.is_value);
-    __syncwarp();  // every lane has read the row
-    if (!row.is_value) {
-      pieces[i] = rotated;
-      if (row.active) store_piece(row.data + first, rotated, row.aligned);
+    for (int i = 0; i < 2; ++i)
+      if (part.count[i] > 0 && (rotates || to.block >= 0))
+        pieces[i] = load_piece<sizeof(T)>(data + part.first[i], row_aligned, part.count[i]);
+    const ScaleView& scales = is_value ? w.v_scale : w.k_scale;
+    float scale = 1.0f;
+    if constexpr (sizeof(Cache) == 1) scale = to.block >= 0 ? fixed_scale(scales, head) : 1.0f;
+
+    if (rotates) {
+      rotate<T>(rotation, p.interleaved, pieces);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (part.count[i] > 0) store_piece(data + part.first[i], pieces[i], row_aligned, part.count[i]);
     }
-    const BlockStrides& strides = row.is_value ? w.value_cache_strides : w.key_cache_strides;
-    const bool cache_aligned = row.is_value ? aligned.value_cache : aligned.key_cache;
-    void* cache = row.is_value ? w.value_cache : w.key_cache;
-    const SlotPosition to = row.is_query || first_row + i >= num_rows ? SlotPosition{-1, 0} : at;
-    if (is_quantized(w.cache_dtype)) {
-      float v[8];  // as write_kv would read them
-      to_float(pieces[i], T{}, v);
-      store_quantized(v, group, row.active, static_cast<uint8_t*>(cache), strides, cache_aligned,
-                      row.is_value ? w.v_scale : w.k_scale, to, row.head, w.cache_dtype);
-    } else if (to.block >= 0 && row.active) {
-      store_piece(static_cast<T*>(cache) + row_offset(strides, to, row.head) + first, pieces[i], cache_aligned);
+    void* cache = is_value ? w.value_cache : w.key_cache;
+    const BlockStrides& strides = is_value ? w.value_cache_strides : w.key_cache_strides;
+    const bool cache_aligned = kAligned || (is_value ? aligned.value_cache : aligned.key_cache);
+    if constexpr (sizeof(Cache) == 1) {
+      if (__any_sync(0xffffffffu, to.block >= 0))
+        store_quantized<T, Cache>(cache, strides, scales, cache_aligned, pieces, part, lanes, lane, to, head, scale,
+                                  w.k_scale.per_token() || w.v_scale.per_token());
+    } else if (to.block >= 0) {
+      T* out = static_cast<T*>(cache) + row_offset(strides, to, head);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (part.count[i] > 0) store_piece(out + part.first[i], pieces[i], cache_aligned, part.count[i]);
     }
   }
+}
+
+// How many rows of a token a group of lanes takes one after the other, where one row each would be `threads` threads:
+// as many as leave work for every multiprocessor, up to where more gain nothing.
+int rows_of_group(int64_t threads) {
+  constexpr int kThreadsAnSm = 1024, kMostRows = 12;
+  return static_cast<int>(
+      std::clamp<int64_t>(threads / (kThreadsAnSm * int64_t{current_device().sm_count}), 1, kMostRows));
 }
 
 }  // namespace
@@ -170,24 +181,35 @@ void launch_rope_write_kv(const RopeWriteParams& p, cudaStream_t stream) {
   const KvWriteParams& w = p.write;
   if (p.num_tokens == 0) return;
   const DType table_dtype = p.cos_sin_is_float32 ? DType::kFloat32 : w.dtype;
-  const Alignment aligned = {rows_aligned(p.query, p.query_strides, w.dtype),
-                             rows_aligned(p.key, w.key_strides, w.dtype),
-                             rows_aligned(w.value, w.value_strides, w.dtype),
-                             rows_aligned(w.key_cache, w.key_cache_strides, w.cache_dtype),
-                             rows_aligned(w.value_cache, w.value_cache_strides, w.cache_dtype),
-                             rows_aligned(p.cos_sin, TokenStrides{p.cos_sin_stride, p.rotary_dim / 2}, table_dtype)};
-  const dim3 block(lanes_for(w.head_dim), kThreads / lanes_for(w.head_dim));
-  const auto grid = [&](int rows) {
-    const int64_t parts = (p.num_heads + 2 * w.num_kv_heads + rows - 1) / rows;
-    return dim3(static_cast<unsigned>((p.num_tokens * parts + block.y - 1) / block.y));
+  // Halves of a rotary dimension that is no multiple of 16 begin between pieces.
+  const bool whole = p.rotary_dim % 16 == 0;
+  const Alignment aligned = {whole && rows_aligned(p.query, p.query_strides, w.dtype),
+                             whole && rows_aligned(p.key, w.key_strides, w.dtype),
+                             whole && rows_aligned(w.value, w.value_strides, w.dtype),
+                             whole && rows_aligned(w.key_cache, w.key_cache_strides, w.cache_dtype),
+                             whole && rows_aligned(w.value_cache, w.value_cache_strides, w.cache_dtype),
+                             whole && rows_aligned(p.cos_sin, TokenStrides{p.cos_sin_stride, 0}, table_dtype)};
+  const int rotary_lanes = (p.rotary_dim / 2 + 7) / 8,
+            lanes = lanes_for(rotary_lanes * 16 + w.head_dim - p.rotary_dim, 16);
+  const dim3 block(lanes, kThreads / lanes);
+  const int rows = p.num_heads + 2 * w.num_kv_heads;
+  const int parts = ceil_div(rows, rows_of_group(int64_t{p.num_tokens} * rows * lanes));
+  const bool all =
+      aligned.query && aligned.key && aligned.value && aligned.key_cache && aligned.value_cache && aligned.cos_sin;
+  const auto launch = [&](auto kernel) {
+    launch_pdl(kernel, dim3(ceil_div(int64_t{p.num_tokens} * parts, block.y)), block, stream, p, aligned,
+               Divider(parts), Divider(w.block_size));
   };
   dispatch_float(w.dtype, [&](auto tag) {
     using T = decltype(tag);
-    // Few tokens: one row a group, so that the work reaches every multiprocessor.
-    if (grid(4).x >= 2u * current_device().sm_count)
-      launch_pdl(rope_write_kernel<T, 4>, grid(4), block, stream, p, aligned);
+    const auto choose = [&](auto cache_tag) {
+      using Cache = decltype(cache_tag);
+      all ? launch(rope_write_kernel<T, Cache, true>) : launch(rope_write_kernel<T, Cache, false>);
+    };
+    if (is_quantized(w.cache_dtype))
+      dispatch_quantized(w.cache_dtype, choose);
     else
-      launch_pdl(rope_write_kernel<T, 1>, grid(1), block, stream, p, aligned);
+      choose(tag);
   });
 }
 

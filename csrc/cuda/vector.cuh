@@ -30,38 +30,34 @@ struct UnsignedOf<4> {
   using type = uint32_t;
 };
 
-// `aligned`: p is a multiple of the alignment of the piece.
+// The first `count` elements at p, zeros after them.  `aligned`: p is a multiple of the alignment of the piece.
 template <int kElementBytes>
-__device__ __forceinline__ Piece<kElementBytes> load_piece(const void* p, bool aligned) {
+__device__ __forceinline__ Piece<kElementBytes> load_piece(const void* p, bool aligned, int count = 8) {
   using Element = typename UnsignedOf<kElementBytes>::type;
   constexpr int kPerWord = 4 / kElementBytes;
-  Piece<kElementBytes> piece;
-  if (aligned) {
-    piece = *static_cast<const Piece<kElementBytes>*>(p);
-  } else {
+  if (aligned && count == 8) return *static_cast<const Piece<kElementBytes>*>(p);
+  Piece<kElementBytes> piece = {};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t element = static_cast<const Element*>(p)[i];
-      if (i % kPerWord == 0)
-        piece.words[i / kPerWord] = element;
-      else
-        piece.words[i / kPerWord] |= element << (i % kPerWord * kElementBytes * 8);
-    }
+  for (int i = 0; i < 8; ++i) {
+    if (i >= count) continue;
+    const uint32_t element = static_cast<const Element*>(p)[i];
+    piece.words[i / kPerWord] |= element << (i % kPerWord * kElementBytes * 8);
   }
   return piece;
 }
 
 template <int kElementBytes>
-__device__ __forceinline__ void store_piece(void* p, const Piece<kElementBytes>& piece, bool aligned) {
+__device__ __forceinline__ void store_piece(void* p, const Piece<kElementBytes>& piece, bool aligned, int count = 8) {
   using Element = typename UnsignedOf<kElementBytes>::type;
   constexpr int kPerWord = 4 / kElementBytes;
-  if (aligned) {
+  if (aligned && count == 8) {
     *static_cast<Piece<kElementBytes>*>(p) = piece;
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      static_cast<Element*>(p)[i] =
-          static_cast<Element>(piece.words[i / kPerWord] >> (i % kPerWord * kElementBytes * 8));
+      if (i < count)
+        static_cast<Element*>(p)[i] =
+            static_cast<Element>(piece.words[i / kPerWord] >> (i % kPerWord * kElementBytes * 8));
   }
 }
 
