@@ -207,7 +207,7 @@ TOKEN_SCALE_STEPS = {
 
 
 @pytest.mark.parametrize("step", TOKEN_SCALE_STEPS)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
 def test_token_scales(attention_ops, cache_dtype, head_dim, step):
     shape = dict(TOKEN_SCALE_STEPS[step])
