@@ -141,23 +141,22 @@ struct Consumer {
     }
   }
 
-  // The first pass is a rehearsal: while the kernel ahead still runs, the end of a piece, the longest stretch of code
-  // and all of it in the latency of a short call, is gone through for no item, so that its instructions are in the
-  // cache.
-  __device__ __forceinline__ void run(const Ring& ring) const {
+  // `w`: the beginning of the share.  With kRehearsal it is found here, after a first pass that is a rehearsal: while
+  // the kernel ahead still runs, the end of a piece, the longest stretch of code and all of it in the latency of a
+  // short call, is gone through for no item, so that its instructions are in the cache.  `early`: `w` is known before
+  // the kernel ahead has ended.
+  __device__ __forceinline__ void run(const Ring& ring, Walk<Traits> w, bool early) const {
     using Element = std::conditional_t<Traits::kQuantized, __half, typename Traits::Cache>;  // zero is zero in either
     const AttentionParams& p = a.p;
     LaneMap<Traits> lanes(a, head(), slice() * 16);
     held().num_rows = 0;
     Cursor stage, query;
-    Walk<Traits> w;
-    if (Traits::kRehearsal) w = {};
     Item item = {{0, 1}, {0, 0, a.group, a.group_inverse}, 0};
     const auto begin = [&] {
-      ptx::pdl_wait();
+      if (Traits::kRehearsal || early) ptx::pdl_wait();
       // The prefill kernel beside this one does not wait for what went before: that has ended now.
       if (a.range.side_by_side) ptx::pdl_launch_dependents();
-      w = make_walk<Traits>(a);
+      if constexpr (Traits::kRehearsal) w = make_walk<Traits>(a);
       if (a.range.owns_empty) write_empty_rows<Element>(p, Traits::kWarps * 32);  // the first stages are on their way
     };
     bool rehearsal = Traits::kRehearsal;

@@ -21,13 +21,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (!a.range.side_by_side) ptx::pdl_launch_dependents();
   __syncthreads();
   const int producer = static_cast<int>(threadIdx.x / 32) - Traits::kWarps;
-  if (producer < 0) {
-    Consumer<Traits>{a, shared}.run(ring);
-  } else {
-    // Reading lengths and table before the kernel ahead has ended hides the schedule behind its tail, but is right only
-    // where no kernel that may still run writes them.
-    produce<Traits>(a, producer ? &value_map : &key_map, producer, ring, a.p.metadata_ready);
+  // Reading lengths and table before the kernel ahead has ended hides the schedule behind its tail, but is right only
+  // where no kernel that may still run writes them.
+  const bool early = a.p.metadata_ready;
+  Walk<Traits> share = {};
+  if constexpr (!Traits::kRehearsal) {  // else consumers have something else to do first
+    if (!early) ptx::pdl_wait();
+    share = make_walk<Traits>(a);
   }
+  if (producer < 0)
+    Consumer<Traits>{a, shared}.run(ring, share, early);
+  else
+    produce<Traits>(a, producer ? &value_map : &key_map, producer, ring, share, early);
 #endif
 }
 

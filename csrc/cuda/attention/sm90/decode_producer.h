@@ -110,10 +110,11 @@ __device__ __forceinline__ void load_scales(const ScaleView& scale, int box_shif
   ptx::cp_async_mbarrier_arrive(barrier);
 }
 
-// `tensor` 0: K and the query rows, 1: V.  `early`: lengths and table may be read before the kernel ahead has ended.
+// `tensor` 0: K and the query rows, 1: V.  `w`: the beginning of the share, found here with kRehearsal.  `early`:
+// lengths and table may be read before the kernel ahead has ended.
 template <class Traits>
 __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* map, int tensor, const Ring& ring,
-                                        bool early) {
+                                        Walk<Traits> w, bool early) {
   const int lane = threadIdx.x % 32;
   const int boxes_shift = 31 - __clz(Traits::kTileTokens) - a.box_shift;  // of a stage
   const int boxes = 1 << boxes_shift, stages_per_batch = 32 >> boxes_shift;
@@ -122,8 +123,10 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
   const auto coordinate = [](const Box& b) { return Traits::kDense ? b.row * Traits::kRowBytes / 128 : b.row; };
   const uint64_t policy = ptx::l2_evict_first();  // every byte is read once
   if (lane == 0) ptx::tensor_map_prefetch(map);
-  if (!early) ptx::pdl_wait();
-  Walk<Traits> w = make_walk<Traits>(a);
+  if constexpr (Traits::kRehearsal) {
+    if (!early) ptx::pdl_wait();
+    w = make_walk<Traits>(a);
+  }
   w.advance(a, my_stage);
   Box now = look_up(a, w, my_box, my_stage == 0);
   Box next;

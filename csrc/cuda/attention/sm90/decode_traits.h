@@ -66,8 +66,7 @@ struct DecodeTraits {
   static constexpr int kProducers = 2;  // warps: one for K, one for V; a TMA instruction takes its time to issue
   static constexpr int kThreads = 32 * (kWarps + kProducers);
   static constexpr int kTileTokens = 16 * kSlices;
-  static constexpr bool kRehearsal =
-      kWarps == 4 || (kRows == 8 && kHeadDim <= 128);  // see Consumer::run; needs registers
+  static constexpr bool kRehearsal = kRows == 8 && kHeads > 1;  // see Consumer::run
   static constexpr bool kQueryInRegisters = kHeadDim * kWarpRows <= (kWarps == 4 ? 2048 : 1024);
 
   // Shared memory: the ring, two buffers of query rows (an item's queries arrive while the item before is worked on),
