@@ -258,7 +258,7 @@ def test_quantised_options(attention_ops, cache_dtype, option):
 
 @pytest.mark.parametrize("option", ["plain", "all"])
 @pytest.mark.parametrize("scale_kind", ["head", "token_head"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
 def test_quantised_prefill_of_several_tiles(attention_ops, cache_dtype, head_dim, scale_kind, option):
     check_attention(

@@ -25,9 +25,7 @@ struct PrefillTraits {
   static constexpr int kRows = kWarpgroupRows * kConsumers;  // of a tile
   static constexpr bool kQueryInRegisters =                  // they must fit
       kHeadDim <= 128 && !(kScoreMods && (kQuantized || kHeadDim <= 64));
-  // Four staging slots are worth more than a second query buffer, but take registers that scales per token need.
-  static constexpr bool kDeepStaging = kQuantized && !kTokenScales && kHeadDim > 64 && kHeadDim <= 128;
-  static constexpr int kQueryBuffers = kHeadDim > 128 || kDeepStaging ? 1 : 2;
+  static constexpr int kQueryBuffers = kHeadDim > 128 ? 1 : 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // Of 64 K registers every thread has an equal part at launch; the producers give most of theirs to the consumers.
   static constexpr int kProducerRegisters = kQuantized ? 56 : 40;
@@ -54,7 +52,7 @@ struct PrefillTraits {
   static constexpr int kStagedParts = (kHeadDim + kStagedColumns - 1) / kStagedColumns;
   static constexpr int kStagedPartBytes = kKeys * kStagedColumns;
   static constexpr int kStagedBytes = kStagedParts * kStagedPartBytes;
-  static constexpr int kStagingSlots = !kQuantized ? 0 : kHeadDim <= 64 || kDeepStaging ? 4 : 2;
+  static constexpr int kStagingSlots = !kQuantized ? 0 : kHeadDim <= 64 ? 4 : 2;
   // Scales of a step: float [kKeys] of K, [kKeys] of V in units of a power of two, that unit.
   static constexpr int kScaleBytes = kTokenScales ? 2 * kKeys * 4 + 16 : 0;
 
