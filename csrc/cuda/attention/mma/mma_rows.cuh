@@ -65,7 +65,6 @@ class MmaRows {
  private:
   using T = typename C::Operand;
   static constexpr int kKeyTiles = C::kWarpKeys / 8, kDimTiles = C::kHeadDim / 8;
-  static constexpr float kSlack = 8.f;
   using Scores = float[C::kRowTiles][kKeyTiles][4];
 
   __device__ static void multiply_keys(Scores& s, uint32_t query, uint32_t keys) {
@@ -148,8 +147,9 @@ class MmaRows {
       }
   }
 
-  // Scores become probabilities against the row's reference.  That follows the maximum only where it would leave
-  // probabilities above 2^kSlack, so that most tiles change neither out nor sum and need no lane's neighbours.
+  // Scores become probabilities against the row's reference, its maximum: the largest is exactly 1, and rounding it to
+  // T costs nothing.  A tile in which no row's maximum grows changes neither out nor sum and needs no lane's
+  // neighbours.
   __device__ void softmax(Scores& s, float rate) {
     float largest[C::kRowTiles][2];
     bool grows = false;
@@ -161,7 +161,7 @@ class MmaRows {
         x = fmaxf(s[m][0][h * 2], s[m][0][h * 2 + 1]);
 #pragma unroll
         for (int n = 1; n < kKeyTiles; ++n) x = fmaxf(x, fmaxf(s[m][n][h * 2], s[m][n][h * 2 + 1]));
-        grows |= x * rate > reference_[m][h] + kSlack;
+        grows |= x * rate > reference_[m][h];
       }
     if (__any_sync(~0u, grows)) {
 #pragma unroll
@@ -171,7 +171,7 @@ class MmaRows {
           float x = largest[m][h], &reference = reference_[m][h];
           x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
           x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-          if (!(x * rate > reference + kSlack)) continue;
+          if (!(x * rate > reference)) continue;
           const float factor = ptx::exp2(reference - x * rate);
           reference = x * rate;
           sum_[m][h] *= factor;
@@ -329,7 +329,7 @@ class MmaRows {
   }
 
   float out_[C::kRowTiles][kDimTiles][4];
-  float reference_[C::kRowTiles][2];  // in log2 units, at most kSlack below the maximum
+  float reference_[C::kRowTiles][2];  // the maximum so far, in log2 units
   float sum_[C::kRowTiles][2];        // this lane's columns alone until reduce_sum
   float value_unit_;                  // out is in units of this power of two (value scales a token)
 };
