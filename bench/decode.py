@@ -351,9 +351,13 @@ def main() -> None:
             if len(case.seq_lens) >= 8
         ],
     }
+    if quantised or arguments.layout != "HND":
+        del sections["variants"]
+    if not quantised:
+        del sections["scales"]
     rows: dict[str, list[dict[str, object]]] = {}
     for name, make in sections.items():
-        if arguments.only in (None, name) and name != ("variants" if quantised else "scales"):
+        if arguments.only in (None, name):
             rows[name] = make()
             print(f"\n{name}, {arguments.kv}, {arguments.layout}, us")
             common.print_table(rows[name])

@@ -50,13 +50,12 @@ class Table:
     results: str
     columns: Mapping[str, str | Callable[[Row], str]]
     cases: Sequence[str] | None = None  # these rows alone, in this order
-    having: str | None = None  # rows with this key alone
+    where: Callable[[Row], bool] = lambda row: True  # these alone
     section: str = "rows"
 
     def render(self) -> str:
         rows = json.loads((common.RESULTS / f"{self.results}.json").read_text())[self.section]
-        if self.having is not None:
-            rows = [row for row in rows if self.having in row]
+        rows = [row for row in rows if self.where(row)]
         if self.cases is not None:
             by_case = {row["case"]: row for row in rows}
             rows = [by_case[case] for case in self.cases]
@@ -68,37 +67,52 @@ class Table:
         return tabulate(filled, headers="keys", tablefmt="github", disable_numparse=True) + "\n"
 
 
-def decode_table(results: str, *columns: str, cases: Sequence[str] | None = None) -> Table:
-    names = {"ready": "`metadata_ready`", "mma": "path for 8.0", "torch SDPA": "torch SDPA, contiguous"}
-    return Table(results, {names.get(c, c): c for c in ("case", *columns)}, cases, having="ceiling")
+def has(*keys: str, but: str = "") -> Callable[[Row], bool]:
+    return lambda row: all(key in row for key in keys) and but not in row
 
 
-PREFILL = ("4 x 4096 on 4096", "1 x 16384 on 16384", "1 x 2048 on 8192", "1 x 2048 on 32768", "8 x 512 on 8192")
-DECODE = ("1 x 1k", "1 x 8k", "1 x 32k", "1 x 128k", "8 x 1k", "8 x 8k", "8 x 32k", "64 x 1k", "64 x 8k", "256 x 1k")
-DECODE += ("256 x 4k", "64 x 64..8k", "63 x 1k + 64k", "15 x 512 + 128k")
-DECODE_IN_SHORT = ("1 x 1k", "1 x 8k", "1 x 128k", "8 x 8k", "64 x 1k", "256 x 4k", "64 x 64..8k", "63 x 1k + 64k")
+NAMES = {"ready": "`metadata_ready`", "mma": "path for 8.0", "torch SDPA": "torch SDPA, contiguous"}
 FLASHINFER = tuple(f"FI {kind}" for kind in ("cores", "tensor", "xqa", "persistent"))
+SHORT = ("1 x 1k", "1 x 8k", "1 x 128k", "8 x 8k", "64 x 1k", "256 x 4k", "64 x 64..8k", "63 x 1k + 64k")
+LONG = ("1 x 1k", "1 x 8k", "1 x 32k", "1 x 128k", "8 x 1k", "8 x 8k", "8 x 32k", "64 x 1k", "64 x 8k", "256 x 1k")
+LONG += ("256 x 4k", "64 x 64..8k", "63 x 1k + 64k", "15 x 512 + 128k")
 TIMES = ("ceiling", "ready", "default", "no PDL", "batch invariant", "mma", "torch SDPA", *FLASHINFER, "GB/s")
-QUANTISED_TIMES = ("ceiling", "ready", "default", "batch invariant", "mma", *FLASHINFER, "GB/s")
+CHUNKS = ("4 x 4096 on 4096", "1 x 16384 on 16384", "1 x 2048 on 8192", "1 x 2048 on 32768", "8 x 512 on 8192")
+
+
+def columns(*keys: str) -> dict[str, str]:
+    return {NAMES.get(key, key): key for key in keys}
+
+
+def prefill_columns(*peers: str) -> dict[str, str | Callable[[Row], str]]:
+    ours: dict[str, str | Callable[[Row], str]] = {"case": "case", "paged": with_rate("us", "TFLOP/s")}
+    return ours | {peer: with_rate(f"{peer} us", f"{peer} TFLOP/s") for peer in peers}
+
+
+SCALES = ("tensor", "head", "token_head", "token_head / tensor")
+EIGHT_BIT = ("unquantised us", "e4m3 us", "e5m2 us", "int8 us", "e4m3, scales a token us")
 
 TABLES = {
-    "decode in short": decode_table(
-        "decode", "ceiling", "ready", "default", "torch SDPA", *FLASHINFER, cases=DECODE_IN_SHORT
+    "decode in short": Table(
+        "decode", columns("case", "ceiling", "ready", "default", "torch SDPA", *FLASHINFER), SHORT, has("ceiling")
     ),
-    "decode": decode_table("decode", *TIMES, cases=DECODE),
-    "decode fp8": decode_table("decode_fp8", *QUANTISED_TIMES, cases=DECODE),
-    "prefill in short": Table(
-        "prefill",
-        {
-            "case": "case",
-            "paged": with_rate("us", "TFLOP/s"),
-            "torch cuDNN, contiguous": with_rate("torch cuDNN us", "torch cuDNN TFLOP/s"),
-            "torch flash, contiguous": with_rate("torch flash us", "torch flash TFLOP/s"),
-        },
-        PREFILL,
-        having="torch flash us",
+    "decode": Table("decode", columns("case", *TIMES), LONG, has("ceiling")),
+    "decode NHD": Table("decode_nhd", columns("case", "ceiling", "ready", "default", "GB/s"), LONG, has("ceiling")),
+    "decode verify": Table(
+        "decode", columns("case", "ready", "default", "mma", "GB/s"), where=has("mma", but="ceiling")
     ),
-    "cache ops": Table("cache_ops", {key: key for key in ("case", "us", "GB/s", "of ceiling", "torch us")}),
+    "decode variants": Table("decode", columns("case", "ready", "default", "GB/s"), where=has("ready", but="mma")),
+    "decode fp8": Table("decode_fp8", columns("case", *TIMES), LONG, has("ceiling")),
+    "decode int8": Table("decode_int8", columns("case", "ceiling", "ready", "default", "GB/s"), LONG, has("ceiling")),
+    "decode scales": Table("decode_fp8", columns("case", *SCALES), where=has("token_head")),
+    "prefill in short": Table("prefill", prefill_columns("torch cuDNN", "torch flash"), CHUNKS, has("torch flash us")),
+    "prefill": Table(
+        "prefill", {**prefill_columns("torch cuDNN", "torch flash"), "MHz": "MHz"}, where=has("torch flash us")
+    ),
+    "prefill variants": Table("prefill", prefill_columns(), where=has("MHz", but="torch flash us")),
+    "prefill 8 bit": Table("prefill", columns("case", *EIGHT_BIT), where=has("unquantised us")),
+    "mixed": Table("prefill", columns("case", "us", "of the sum"), section="mixed"),
+    "cache ops": Table("cache_ops", columns("case", "us", "GB/s", "of ceiling", "torch us")),
 }
 
 
