@@ -99,7 +99,7 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key_c
   p.cu_seqlens_q_stride = cu_seqlens_q ? cu_seqlens_q->stride(0) : 0;
   p.scale = scale ? *scale : 1 / std::sqrt(double(p.head_dim));
   p.softcap = softcap;
-  p.window_size = window_size && *window_size <= INT32_MAX ? *window_size : 0;
+  p.window_size = window_size && *window_size <= kMaxWindow ? *window_size : 0;
   p.causal = causal;
   p.batch_invariant = batch_invariant;
   p.max_seqlen_q = cu_seqlens_q ? std::min<int64_t>(max_seqlen_q.value_or(0), INT32_MAX) : 1;

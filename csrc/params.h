@@ -29,6 +29,9 @@ struct ScaleView {
 // Which implementation serves paged_attention; kAuto picks the fastest that can.
 enum class AttentionBackend : int { kAuto = 0, kMma = 1, kSm90 = 2 };
 
+// Larger windows are no limit: so sums with lengths stay in the range of int.
+constexpr int kMaxWindow = 1 << 30;
+
 struct AttentionParams {
   const void* query;            // [num_tokens, num_heads, head_dim]
   const void* key_cache;        // [num_blocks, block_size, num_kv_heads, head_dim]
@@ -53,7 +56,7 @@ struct AttentionParams {
 
   float scale;      // of the raw scores
   float softcap;    // 0: none
-  int window_size;  // keys a token sees, itself included; 0: no limit
+  int window_size;  // keys a token sees, itself included, at most kMaxWindow; 0: no limit
   bool causal;
   bool batch_invariant;
   int max_seqlen_q;  // a bound on the query tokens of a sequence; 0: unknown

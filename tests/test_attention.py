@@ -277,6 +277,29 @@ def test_quantised_prefill_of_several_tiles(attention_ops, cache_dtype, head_dim
     )
 
 
+@pytest.mark.parametrize("window_size", [2**30 + 1, 2**31 - 1, 2**40])
+def test_window_larger_than_any_length(attention_ops, window_size):
+    """Beside positions below 0, where a sequence has more query tokens than keys."""
+    check_attention(attention_ops, [20, 300], [30, 40], {"window_size": window_size}, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("missing", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("query_len", [1, 100])
+def test_scales_of_one_tensor_alone(attention_ops, query_len, missing):
+    """Keys with a scale per token and head beside values without one, and the other way about."""
+    batch = peaky_batch(
+        [300, 170],
+        [query_len] * 2,
+        dtype=torch.bfloat16,
+        cache_dtype=torch.float8_e4m3fn,
+        scale_kind="token_head",
+        head_dim=128,
+    )
+    batch = replace(batch, **{missing: None})
+    expected = batch.expected()
+    assert_close(batch.to(attention_ops.device).run(attention_ops.paged_attention), expected)
+
+
 @pytest.mark.parametrize("query_len", [1, 100])
 @pytest.mark.parametrize("scale_kind", ["head", "token_head"])
 @pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)

@@ -56,7 +56,6 @@ struct KeySpan {
   int full_begin, full_end;  // seen by every row
 };
 
-// Without a window, p.window_size is 0; with one, it is at most 2^30 (host: clamp_window).
 __device__ inline KeySpan key_span(const AttentionParams& p, TileShape shape, const PlanEntry& e) {
   const int group = p.num_heads / p.num_kv_heads;
   const int first_position = e.seq_len - e.q_len + e.first_row / group;

@@ -1,5 +1,6 @@
 // Hopper decode: which calls it serves, and the way to the right instance.
 #include <algorithm>
+#include <stdexcept>
 
 #include "decode_instances.h"
 
@@ -55,7 +56,7 @@ bool decode_supports(const AttentionParams& p) {
 void launch_decode(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream) {
   DecodeArgs a = {};
   a.p = p, a.range = range;
-  a.window = p.window_size > 0 ? std::min(p.window_size, 1 << 30) : 1 << 30;  // sums with lengths stay in range
+  a.window = p.window_size > 0 ? p.window_size : kMaxWindow;
   a.group = p.num_heads / p.num_kv_heads;
   const int longest = p.cu_seqlens_q == nullptr ? 1 : p.max_seqlen_q > 0 ? p.max_seqlen_q : p.num_tokens;
   a.max_rows = std::max(1, std::min(longest, range.max_len)) * a.group;

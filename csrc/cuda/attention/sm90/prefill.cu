@@ -80,6 +80,7 @@ void launch(const PrefillParams& p, const PrefillMaps& maps, cudaStream_t stream
 bool prefill_supports(const AttentionParams& p) {
   const bool half_precision = p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16;
   const bool quantized = is_quantized(p.cache_dtype) && p.block_size <= 1 << 15;  // TokenScales divides by it
+  if (p.k_scale.per_token() != p.v_scale.per_token()) return false;               // one may be null, all 1
   return half_precision && (p.cache_dtype == p.dtype || quantized) && p.head_dim % 8 == 0 && p.head_dim <= 256 &&
          p.block_size % 8 == 0 && p.num_heads / p.num_kv_heads <= kMaxGroup && aligned(p.query, p.query_strides) &&
          aligned(p.out, p.out_strides) && mappable(p, p.key_cache, p.key_strides) &&
