@@ -104,8 +104,8 @@ __device__ __forceinline__ Piece<1> quantize_in_range(const float (&v)[8], Fp8) 
 }
 __device__ __forceinline__ Piece<1> quantize_in_range(const float (&v)[8], int8_t) {
   uint32_t bits[8];
-#pragma unroll
   // Adding 1.5 x 2^23 rounds to an integer and leaves it in the lowest bits.
+#pragma unroll
   for (int i = 0; i < 8; ++i) bits[i] = __float_as_uint(v[i] + 0x1.8p23f);
   Piece<1> piece;
 #pragma unroll

@@ -11,6 +11,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMaxTile = 64;  // output tokens of a CTA
 
+// Where an output token comes from: of a sequence its number and the position, then the block and the slot in it.
 struct Source {
   int block, offset;  // block -1: the token is not there and becomes 0
 };
@@ -34,7 +35,8 @@ __device__ __forceinline__ Span span_of(const GatherParams& p, int seq) {
   return {max(p.seq_lens[seq * p.seq_lens_stride], 0), p.seq_starts ? p.seq_starts[seq * p.seq_starts_stride] : 0};
 }
 
-// Sequence and position of row `first + threadIdx.x` of the packed output, found inside one warp: up to 32 sequences.
+// Sequence (as `block`) and position of row `first + threadIdx.x` of the packed output, found inside one warp: up to 32
+// sequences.
 __device__ Source find_row(const GatherParams& p, int first) {
   const Span span = span_of(p, threadIdx.x % 32);
   const int end = prefix_sum(span.length), shift = span.start - (end - span.length), row = first + threadIdx.x;

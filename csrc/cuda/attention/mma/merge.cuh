@@ -1,10 +1,9 @@
 // Partial results of items cut into pieces, and their merge in a fixed order by a second kernel.
 //
 // A partial is a tile of unnormalised fp32 output rows with their softmax states.  Where it lies:
-//   balanced cut:    a CTA has two slots of shape.rows rows: 0 for a piece that continues an item, 1 for one that
-//   begins
-//                    it.  The parts of an item that begins in CTA b are slot 1 of b, then slot 0 of b + 1, b + 2, ...
-//   batch_invariant: row (token, head) has one place a unit.
+// - Balanced cut: a CTA has two slots of shape.rows rows, 0 for a piece that continues an item, 1 for one that begins
+//   it.  The parts of an item that begins in CTA b are slot 1 of b, then slot 0 of b + 1, b + 2, ...
+// - batch_invariant: row (token, head) has one place a unit.
 #pragma once
 
 #include "schedule.cuh"

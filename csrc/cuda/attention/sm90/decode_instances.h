@@ -5,8 +5,8 @@
 
 namespace paged_attn::sm90 {
 
-// The most packed rows for a head dimension, 0 where there is no instance: what fits the registers of two
-// warps.
+// The most packed rows for a head dimension: at most four times what a warp holds (DecodeTraits::kMostWarpRows).  0:
+// there is no instance.
 constexpr int most_rows(int head_dim, bool quantized) {
   switch (head_dim) {
     case 80:

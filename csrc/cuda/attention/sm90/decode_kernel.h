@@ -1,6 +1,5 @@
-// The decode kernel: a fixed grid of CTAs, each two producer warps that feed a ring and kWarps consumers that
-// drain it.
-// docs/decode.md tells the story; the pieces are decode_{schedule,producer,tile,consumer,merge}.h.
+// The decode kernel: a fixed grid of CTAs, each two producer warps that feed a ring and kWarps consumers that drain it.
+// docs/decode.md says how it works; the pieces are decode_{schedule,producer,tile,consumer,merge}.h.
 #pragma once
 
 #include "decode_traits.h"

@@ -2,8 +2,8 @@
 //
 // Each walks the whole share of its CTA over the ends of items, so the ring never drains there, and looks up page ids
 // one batch of 32 boxes ahead: a lane a box.  Stage i holds K then V of a tile, each as
-// [box][head][chunk][token][kSwizzle bytes], swizzled.  Only boxes that hold a visible key are asked for, and the
-// barrier expects the bytes of those alone.
+// [box][head][chunk][token][kSwizzle bytes], or with kDense [box][head][token][kRowBytes], swizzled.  Only boxes that
+// hold a visible key are asked for, and the barrier expects the bytes of those alone.
 #pragma once
 
 #include "decode_merge.h"

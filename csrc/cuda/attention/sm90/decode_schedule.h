@@ -169,9 +169,8 @@ __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
 // piece is finished where it is computed; otherwise pieces are published in the slots base, base + 1, ... and merged by
 // the CTA of the last one.  A slot has one writer at a time:
 // - Free cuts: slot b is CTA b's, for the piece whose item goes on in CTA b + 1; the last piece need not be published.
-// - batch_invariant: all pieces are, in kMaxParts slots of the CTA that the item begins in: one row of them for the
-// item
-//   that goes on in the next CTA, one for those that end in the same, one after the other.
+// - batch_invariant: all pieces are, in kMaxParts slots of the CTA that the item begins in.  It has two such runs: one
+//   for the item that goes on in the next CTA, one for those that end in the same, one after the other.
 struct Pieces {
   int base, count;
 

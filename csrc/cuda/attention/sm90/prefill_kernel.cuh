@@ -1,8 +1,8 @@
 // The prefill kernel and its launch, for one instance.
 //
 // A persistent CTA on every multiprocessor.  Its first warpgroup gives its registers away and loads (prefill_load.cuh),
-// the others compute 64 rows of the tile each (prefill_consume.cuh).  K and V of 8-bit caches are
-// converted on their way (prefill_convert.cuh).
+// the others compute 64 rows of the tile each (prefill_consume.cuh).  K and V of 8-bit caches are converted on their
+// way (prefill_convert.cuh).
 #pragma once
 
 #include <cuda_runtime.h>

@@ -45,8 +45,7 @@ struct PrefillTraits {
   static constexpr int kChunks = kHeadDim / 8;                                    // of 16 bytes, in a row
   static constexpr int kChunkLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // lanes that share a row
 
-  // 8-bit K and V on their way: a slot holds those of one step, [up to 128 columns][key][kStagedColumns bytes],
-  // swizzled.
+  // 8-bit K or V on their way: a slot holds those of one step, swizzled: [part][key][kStagedColumns bytes].
   static constexpr int kConverters = 3;  // warps
   static constexpr int kStagedColumns = kHeadDim <= 64 ? 64 : 128;
   static constexpr int kStagedParts = (kHeadDim + kStagedColumns - 1) / kStagedColumns;
@@ -86,7 +85,7 @@ struct RingPosition {
   __device__ __forceinline__ void advance() { ++count; }
 };
 
-// Barriers, by their shared-memory addresses.  "full": the slot may be read; "empty": it may be written again.
+// Shared-memory addresses.  Barriers, "full": the slot may be read; "empty": it may be written again.
 template <class Traits>
 struct PrefillSmem {
   uint32_t base;  // a multiple of 1024
