@@ -101,6 +101,13 @@ __device__ __noinline__ uint32_t largest_finite_magnitude(Piece<sizeof(T)> piece
   return largest;
 }
 
+// The largest over a group of lanes.  All lanes of the warp call it together.
+__device__ __forceinline__ uint32_t largest_of_group(uint32_t magnitude, int lanes) {
+  for (int step = lanes / 2; step > 0; step /= 2)
+    magnitude = max(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, step));
+  return magnitude;
+}
+
 // stored = value / scale, whatever the value and the scale.
 template <class T, class Cache>
 __device__ __noinline__ Piece<1> quantize_any(Piece<sizeof(T)> piece, float scale) {
@@ -109,13 +116,6 @@ __device__ __noinline__ Piece<1> quantize_any(Piece<sizeof(T)> piece, float scal
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] = v[i] / scale;
   return quantize(v, Cache{});
-}
-
-// The largest over a group of lanes.  All lanes of the warp call it together.
-__device__ __forceinline__ uint32_t largest_of_group(uint32_t magnitude, int lanes) {
-  for (int step = lanes / 2; step > 0; step /= 2)
-    magnitude = max(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, step));
-  return magnitude;
 }
 
 // The same where value and scale are of moderate size.  One reciprocal serves all divisions: the remainder corrects

@@ -189,8 +189,8 @@ void launch_rope_write_kv(const RopeWriteParams& p, cudaStream_t stream) {
                              whole && rows_aligned(w.key_cache, w.key_cache_strides, w.cache_dtype),
                              whole && rows_aligned(w.value_cache, w.value_cache_strides, w.cache_dtype),
                              whole && rows_aligned(p.cos_sin, TokenStrides{p.cos_sin_stride, 0}, table_dtype)};
-  const int rotary_lanes = (p.rotary_dim / 2 + 7) / 8,
-            lanes = lanes_for(rotary_lanes * 16 + w.head_dim - p.rotary_dim, 16);
+  const int rotary_lanes = (p.rotary_dim / 2 + 7) / 8;
+  const int lanes = lanes_for(rotary_lanes * 16 + w.head_dim - p.rotary_dim, 16);
   const dim3 block(lanes, kThreads / lanes);
   const int rows = p.num_heads + 2 * w.num_kv_heads;
   const int parts = ceil_div(rows, rows_of_group(int64_t{p.num_tokens} * rows * lanes));

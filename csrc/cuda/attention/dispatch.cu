@@ -37,11 +37,12 @@ class WorkspaceBeside final : public Workspace {
 constexpr size_t kPrefillMarkedBytes = 256;  // at least what sm90::launch_prefill marks
 
 // A batch that may hold any lengths.  Most sequences of a serving step have one query token: they get the instance for
-// that, beside which the prefill kernel runs.  Those of more rows go before, up to 32 of them: the instance for 64 is
-// too slow for who has fewer, and who has more is served as well by a prefill tile.
+// that, beside which the prefill kernel runs.  Those of more rows go before, up to kWideRows of them: the instance for
+// 64 is too slow for who has fewer, and who has more is served as well by a prefill tile.
 void launch_mixed(const AttentionParams& p, int decode_len, Workspace& workspace, cudaStream_t stream) {
   const int group = p.num_heads / p.num_kv_heads, narrow_len = sm90::decode_narrow_rows(p) / group;
-  const int wide_len = std::max(narrow_len, std::min(decode_len, 32 / group));
+  constexpr int kWideRows = 32;
+  const int wide_len = std::max(narrow_len, std::min(decode_len, kWideRows / group));
   WorkspaceBeside beside(workspace, kPrefillMarkedBytes);
   if (narrow_len < wide_len) sm90::launch_decode(p, {narrow_len + 1, wide_len, false}, beside, stream);
   sm90::launch_decode(p, {0, narrow_len, true, true}, beside, stream);

@@ -59,15 +59,16 @@ struct Config {
   static constexpr int kCacheRowBytes = kHeadDim * kCacheElementBytes;
   static constexpr int kStageBytes = 2 * kKeys * kCacheRowBytes;
 
+  static constexpr int kCtaStateBytes = 640, kLocalPlanBytes = 4160;  // at least sizeof(CtaState), sizeof(LocalPlan)
   // Shared memory, in bytes from its start.  Per stage, behind the stages: RowAddress [kKeys], and, quantised,
   // float scales[2][kKeys].
   static constexpr int kQuery = 0;
   static constexpr int kConverted = kQuery + kRows * kRowBytes;
   static constexpr int kQueryScales = kConverted + (kQuantized && kTensorCores ? 2 * kTileBytes : 0);  // float [kRows]
   static constexpr int kShared = kQueryScales + (kScaledQuery ? kRows * 4 : 0);                        // CtaState
-  static constexpr int kStates = kShared + 640;  // float2 [kWarps][kWarpRows]
+  static constexpr int kStates = kShared + kCtaStateBytes;  // float2 [kWarps][kWarpRows]
   static constexpr int kPlan = kStates + (kDecode || !kTensorCores ? kWarps * kWarpRows * 8 : 0);  // LocalPlan
-  static constexpr int kStages = (kPlan + (kLocalPlan ? 4160 : 0) + 511) / 512 * 512;
+  static constexpr int kStages = (kPlan + (kLocalPlan ? kLocalPlanBytes : 0) + 511) / 512 * 512;
   static constexpr int kAddressBytes = kKeys * 16;
   static constexpr int kScaleBytes = kQuantized ? 2 * kKeys * 4 : 0;
   static constexpr int smem_bytes(int stages) { return kStages + stages * (kStageBytes + kAddressBytes + kScaleBytes); }

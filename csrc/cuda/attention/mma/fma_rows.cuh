@@ -128,7 +128,7 @@ class FmaRows {
     if constexpr (kType == DType::kFloat32) {
       return *reinterpret_cast<const float4*>(row + element * 4);
     } else {
-      const uint2 halves = convert4<kType>(*reinterpret_cast<const uint32_t*>(row + element));
+      const uint2 halves = widen4<kType>(*reinterpret_cast<const uint32_t*>(row + element));
       const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&halves.x));
       const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&halves.y));
       return {low.x, low.y, high.x, high.y};

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "../ptx.cuh"
+#include "../widen.cuh"
 #include "config.cuh"
-#include "convert.cuh"
 #include "scales.cuh"
 
 namespace paged_attn::mma {
@@ -240,7 +240,7 @@ class Loader {
       for (int i = threadIdx.x % kThreads; i < C::kWarpKeys * kUnits; i += kThreads) {
         const int row = value * C::kKeys + first_row + i / kUnits, unit = i % kUnits;
         const uint2 raw = *reinterpret_cast<const uint2*>(from + row * C::kHeadDim + unit * 8);
-        const uint2 low = convert4<kType>(raw.x), high = convert4<kType>(raw.y);
+        const uint2 low = widen4<kType>(raw.x), high = widen4<kType>(raw.y);
         *reinterpret_cast<uint4*>(smem_ + C::kConverted + swizzled(row, unit, C::kRowBytes)) =
             make_uint4(low.x, low.y, high.x, high.y);
       }

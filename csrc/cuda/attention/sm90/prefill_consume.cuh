@@ -105,8 +105,8 @@ class PrefillConsumer {
 #pragma unroll 1
     for (int i = lane(); i < 16 * kHeadDim / 8; i += 32) {
       const uint32_t at = address + i / 128 * Traits::kQueryPartBytes + (warp() * 16 + i / 8 % 16) * 128 + i % 8 * 16;
-      const uint4 x = load_shared(at);
-      store_shared(at, to_operand(x.x), to_operand(x.y), to_operand(x.z), to_operand(x.w));
+      const uint4 x = ptx::load_shared_v4(at);
+      ptx::store_shared_v4(at, to_operand(x.x), to_operand(x.y), to_operand(x.z), to_operand(x.w));
     }
     ptx::fence_proxy_async();
     warpgroup_sync();
@@ -207,7 +207,7 @@ class PrefillConsumer {
       if (row >= begin && row < end) continue;
       const uint32_t address = smem_.value(value().slot()) + row / 8 * Traits::kRowGroupBytes +
                                chunk / 8 * Traits::kPartBytes + row % 8 * 128 + chunk % 8 * 16;
-      store_shared(address, 0, 0, 0, 0);
+      ptx::store_shared_v4(address, 0, 0, 0, 0);
     }
     ptx::fence_proxy_async();
     warpgroup_sync();
@@ -321,7 +321,7 @@ class PrefillConsumer {
       if (token_scales()) {
         const uint32_t scales = smem_.scales(key().slot()) + kKeys * 4;
         scale_columns(scales);
-        const float unit = load_shared_float(scales + kKeys * 4);
+        const float unit = ptx::load_shared(scales + kKeys * 4);
         __syncwarp();
         if (lane() == 0) ptx::mbarrier_arrive(smem_.scales_empty(key().slot()));
         // O is in units of value_unit_; unit is 0 where it is 0.
@@ -398,11 +398,8 @@ class PrefillConsumer {
     for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
       const int r = i * kRowsAtOnce + lane() / kLanes;
       const TokenHead at = row_of(p_, tile, warp_row() + r);
-      uint4 v;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                   : "r"(staging + chunk / 8 * Traits::kQueryPartBytes + r * 128 + ((chunk ^ r) % 8) * 16)
-                   : "memory");
+      const uint4 v =
+          ptx::load_shared_v4(staging + chunk / 8 * Traits::kQueryPartBytes + r * 128 + ((chunk ^ r) % 8) * 16);
       if (at.token < tile.q_len && chunk * 8 < a.head_dim)
         *reinterpret_cast<uint4*>(out + at.token * a.out_strides.token + at.head * a.out_strides.head) = v;
     }

@@ -2,15 +2,15 @@
 // others turn them into the fp16 stages of an unquantised instance, exactly.  The consumers apply the scales.
 #pragma once
 
-#include "../mma/convert.cuh"
+#include "../widen.cuh"
 #include "prefill_load.cuh"
 
 namespace paged_attn::sm90 {
 
+// The keys or the values of the step that `piece` stands at.
 template <class Traits>
-__device__ __forceinline__ void load_staged(const PrefillParams& p, const CUtensorMap* map, int kv_head,
-                                            const PieceWalk<Traits>& piece, PrefillSmem<Traits> smem,
-                                            RingPosition<Traits::kStagingSlots>& staging) {
+__device__ __forceinline__ void load_staged(const CUtensorMap* map, int kv_head, const PieceWalk<Traits>& piece,
+                                            PrefillSmem<Traits> smem, RingPosition<Traits::kStagingSlots>& staging) {
   ptx::mbarrier_wait(smem.staging_empty(staging.slot()), staging.parity() ^ 1);
   const uint32_t barrier = smem.staging_full(staging.slot());
   const uint32_t dst = smem.staging(staging.slot()) + piece.row() * Traits::kStagedColumns;
@@ -36,8 +36,8 @@ __device__ __forceinline__ void produce_staged(const PrefillParams& p, const CUt
 #pragma unroll 1
     for (int step = steps.last; step >= steps.first; --step) {
       piece.go_to(step);
-      load_staged<Traits>(p, key_map, tile.kv_head, piece, smem, staging);
-      load_staged<Traits>(p, value_map, tile.kv_head, piece, smem, staging);
+      load_staged<Traits>(key_map, tile.kv_head, piece, smem, staging);
+      load_staged<Traits>(value_map, tile.kv_head, piece, smem, staging);
     }
   });
 }
@@ -70,24 +70,24 @@ __device__ __forceinline__ void convert_slot(uint32_t source, uint32_t target, i
       const int key = (round * Traits::kConverters + converter) * 8 + row;
       if (key >= begin && key < end) continue;
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) store_shared(from(round, part), 0, 0, 0, 0);
+      for (int part = 0; part < kParts; ++part) ptx::store_shared_v4(from(round, part), 0, 0, 0, 0);
     }
   }
   uint4 x[kAhead + 1];
 #pragma unroll
   for (int i = 0; i < kRounds * kParts + kAhead; ++i) {
     if (i < kRounds * kParts && (i < kEveryRounds * kParts || rounds == kRounds))
-      x[i % (kAhead + 1)] = load_shared(from(i / kParts, i % kParts));
+      x[i % (kAhead + 1)] = ptx::load_shared_v4(from(i / kParts, i % kParts));
     if (i < kAhead) continue;
     const int cell = i - kAhead;
     if (cell >= kEveryRounds * kParts && rounds != kRounds) break;
     const uint4 y = x[cell % (kAhead + 1)];
-    const uint2 a = mma::convert4<kType>(y.x), b = mma::convert4<kType>(y.y);
-    const uint2 c = mma::convert4<kType>(y.z), d = mma::convert4<kType>(y.w);
+    const uint2 a = widen4<kType>(y.x), b = widen4<kType>(y.y);
+    const uint2 c = widen4<kType>(y.z), d = widen4<kType>(y.w);
     const int offset =
         cell / kParts * Traits::kConverters * Traits::kRowGroupBytes + cell % kParts * Traits::kPartBytes;
-    store_shared(low + offset, a.x, a.y, b.x, b.y);
-    store_shared(high + offset, c.x, c.y, d.x, d.y);
+    ptx::store_shared_v4(low + offset, a.x, a.y, b.x, b.y);
+    ptx::store_shared_v4(high + offset, c.x, c.y, d.x, d.y);
   }
 }
 
@@ -141,8 +141,8 @@ class TokenScales {
     const uint32_t to = smem_.scales(stage.slot()) + of_values_ * kKeys * 4;
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
-      if (i * 32 + lane() < kKeys) store_shared(to + (i * 32 + lane()) * 4, scale_[i] * inverse);
-    if (of_values_ && lane() == 0) store_shared(to + kKeys * 4, unit_);
+      if (i * 32 + lane() < kKeys) ptx::store_shared(to + (i * 32 + lane()) * 4, scale_[i] * inverse);
+    if (of_values_ && lane() == 0) ptx::store_shared(to + kKeys * 4, unit_);
     __syncwarp();
     if (lane() == 0) ptx::mbarrier_arrive(smem_.scales_full(stage.slot()));
   }

@@ -8,28 +8,6 @@
 
 namespace paged_attn::sm90 {
 
-__device__ __forceinline__ void store_shared(uint32_t address, int x, int y, int z, int w) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-
-__device__ __forceinline__ void store_shared(uint32_t address, float x) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
-}
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ float load_shared_float(uint32_t address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-  return x;
-}
-
 // The tiles of the CTA, through a ring of two slots.  Consumers keep a slot until they are done with its tile, so a
 // tile is taken no earlier than the one before it is begun.
 template <class Traits>
@@ -44,8 +22,8 @@ struct TileRing {
     ptx::mbarrier_wait(smem.tile_empty(position.slot()), position.parity() ^ 1);
     if (threadIdx.x % 32 == 0) {
       const uint32_t slot = smem.tile(position.slot());
-      store_shared(slot, t.seq, t.token, t.head, t.kv_head);
-      store_shared(slot + 16, t.q_begin, t.q_len, t.seq_len, __float_as_int(t.key_scale));
+      ptx::store_shared_v4(slot, t.seq, t.token, t.head, t.kv_head);
+      ptx::store_shared_v4(slot + 16, t.q_begin, t.q_len, t.seq_len, __float_as_int(t.key_scale));
       ptx::mbarrier_arrive(smem.tile_full(position.slot()));
     }
     position.advance();
@@ -64,7 +42,7 @@ struct TileRing {
                  : "r"(slot + 16));
     return t;
   }
-  __device__ __forceinline__ float key_scale() const { return load_shared_float(smem.tile(position.slot()) + 28); }
+  __device__ __forceinline__ float key_scale() const { return ptx::load_shared(smem.tile(position.slot()) + 28); }
   // By the whole warp.
   __device__ __forceinline__ void release() {
     __syncwarp();

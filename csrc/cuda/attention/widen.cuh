@@ -1,13 +1,13 @@
 // Elements of a quantised cache as fp16, exactly.
 #pragma once
 
-#include "../../../params.h"
-#include "../ptx.cuh"
+#include "../../params.h"
+#include "ptx.cuh"
 
-namespace paged_attn::mma {
+namespace paged_attn {
 
 // Four e4m3 elements.
-__device__ __forceinline__ uint2 convert4_e4m3(uint32_t x) {
+__device__ __forceinline__ uint2 widen4_e4m3(uint32_t x) {
 #if __CUDA_ARCH__ >= 890
   uint2 y;
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, "
@@ -35,9 +35,9 @@ __device__ __forceinline__ uint2 convert4_e4m3(uint32_t x) {
 
 // Four elements of type kType.
 template <DType kType>
-__device__ __forceinline__ uint2 convert4(uint32_t x) {
+__device__ __forceinline__ uint2 widen4(uint32_t x) {
   if constexpr (kType == DType::kFloat8E4M3) {
-    return convert4_e4m3(x);
+    return widen4_e4m3(x);
   } else if constexpr (kType == DType::kFloat8E5M2) {
     return make_uint2(__byte_perm(x, 0, 0x1404), __byte_perm(x, 0, 0x3424));  // the upper byte of fp16
   } else {
@@ -49,4 +49,4 @@ __device__ __forceinline__ uint2 convert4(uint32_t x) {
   }
 }
 
-}  // namespace paged_attn::mma
+}  // namespace paged_attn
