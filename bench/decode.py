@@ -319,11 +319,13 @@ def host_cost(calls: int = 2000) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9, help="timings of each kernel (default: 9)")
     parser.add_argument("--kv", choices=["bf16", "fp8", "int8"], default="bf16", help="dtype of the cache")
-    parser.add_argument("--layout", choices=["HND", "NHD"], default="HND")
+    parser.add_argument("--layout", choices=["HND", "NHD"], default="HND", help="of the cache")
     parser.add_argument("--flashinfer", action="store_true", help="FlashInfer too, which compiles at first use")
-    parser.add_argument("--only", choices=["decode", "verify", "variants", "scales"])
+    parser.add_argument(
+        "--only", choices=["decode", "verify", "variants", "scales"], help="one section; nothing is written"
+    )
     arguments = parser.parse_args()
     common.require_cuda()
     torch.manual_seed(0)

@@ -330,8 +330,12 @@ def accuracy(dtype: torch.dtype, head_dim: int, query_len: int = 512, seq_len: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=["prefill", "verify", "variants", "quantised", "mixed", "accuracy"])
+    parser.add_argument("--rounds", type=int, default=9, help="timings of each kernel (default: 9)")
+    parser.add_argument(
+        "--only",
+        choices=["prefill", "verify", "variants", "quantised", "mixed", "accuracy"],
+        help="one section; nothing is written to bench/results",
+    )
     arguments = parser.parse_args()
     common.require_cuda()
     torch.manual_seed(0)

@@ -97,13 +97,11 @@ TABLES = {
         "decode", columns("case", "ceiling", "ready", "default", "torch SDPA", *FLASHINFER), SHORT, has("ceiling")
     ),
     "decode": Table("decode", columns("case", *TIMES), LONG, has("ceiling")),
-    "decode NHD": Table("decode_nhd", columns("case", "ceiling", "ready", "default", "GB/s"), LONG, has("ceiling")),
     "decode verify": Table(
         "decode", columns("case", "ready", "default", "mma", "GB/s"), where=has("mma", but="ceiling")
     ),
     "decode variants": Table("decode", columns("case", "ready", "default", "GB/s"), where=has("ready", but="mma")),
     "decode fp8": Table("decode_fp8", columns("case", *TIMES), LONG, has("ceiling")),
-    "decode int8": Table("decode_int8", columns("case", "ceiling", "ready", "default", "GB/s"), LONG, has("ceiling")),
     "decode scales": Table("decode_fp8", columns("case", *SCALES), where=has("token_head")),
     "prefill in short": Table("prefill", prefill_columns("torch cuDNN", "torch flash"), CHUNKS, has("torch flash us")),
     "prefill": Table(
