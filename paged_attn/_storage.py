@@ -12,10 +12,10 @@ from .ops import copy_blocks, swap_blocks
 class KVStorage:
     """K and V of all layers: ``kv[2 * i]`` are the keys of layer i, ``kv[2 * i + 1]`` its values.
 
-    Each is logically ``[num_blocks, block_size, num_kv_heads, head_dim]``; ``layout`` decides what lies behind that. On
-    the device none shares memory with another: torch.compile with dynamic shapes can lose writes to inputs that are
-    views of one storage. A copy or swap is one call however many layers. Arguments as for
-    :class:`~paged_attn.PagedKVCache`.
+    Each is logically ``[num_blocks, block_size, num_kv_heads, head_dim]``, scales per token and head
+    likewise without the last dimension; ``layout`` decides what lies behind both. On the device none shares memory
+    with another: torch.compile with dynamic shapes can lose writes to inputs that are views of one storage. A copy or
+    swap is one call however many layers. Arguments as for :class:`~paged_attn.PagedKVCache`.
     """
 
     def __init__(
@@ -34,7 +34,6 @@ class KVStorage:
         layout: str,
     ) -> None:
         per_token = kv_dtype is not None and kv_scale == "token_head"
-
         dims = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
 
         def kv_like(tensor: Tensor) -> Tensor:

@@ -133,7 +133,8 @@ class PagedKVCache:
     def scales(self, index: int) -> tuple[Tensor, Tensor]:
         """Float32 scales of a quantised layer's keys and values, views: 1 at first.
 
-        Shape by ``kv_scale``: ``[1]``, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``.
+        Shape by ``kv_scale``: ``[1]``, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, the last
+        stored by ``layout`` as keys and values are.
         """
         scales = self._storage.scales
         if scales is None:

@@ -95,8 +95,9 @@ def paged_attention(
         softcap: 0 for none.
         alibi_slopes: float32 ``[num_heads]``, Press et al., https://arxiv.org/abs/2108.12409.
         sinks: float32 ``[num_heads]``: a term ``exp(sink)`` in every row's denominator, part of the log-sum-exp.
-        k_scale, v_scale: float32, of one element, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``; the
-            values of a quantised cache are ``stored * scale``.
+        k_scale, v_scale: float32, of one element, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, any
+            strides; the values of a quantised cache are ``stored * scale``. None: 1. Decode on Hopper is fastest where
+            the scales of a head's tokens are adjacent in a block.
         out: written and returned in place of a new tensor; shape and dtype of ``query``.
         return_lse: return ``(output, lse)``, ``lse`` float32 ``[num_tokens, num_heads]``, natural logarithm.
         batch_invariant: a row's bits depend on its own sequence alone, not on the batch, the table's width or padding.
