@@ -1,6 +1,7 @@
 """Graphs, streams, devices (group E), and mappings on the host."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -322,3 +323,18 @@ def test_no_synchronisation():
         paged_attn.merge_attn_states(output, lse, output, lse)
         assert not stream.query()
     torch.cuda.synchronize()
+
+
+# Scores that float32 holds only roughly
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_huge_scores_end(dtype):
+    """A prefill whose probabilities overflow ends with some result, and the next call is right."""
+    batch = peaky_batch([600], [600], dtype=dtype, head_dim=128).to("cuda")
+    expected = batch.run(paged_attn.paged_attention)
+    for factor in (1e3, 3e4, 1e6, 1e9):
+        huge = replace(batch, query=batch.query * factor, key_cache=batch.key_cache * factor)
+        huge.run(paged_attn.paged_attention)
+        torch.cuda.synchronize()
+    assert_same_bits(batch.run(paged_attn.paged_attention), expected)

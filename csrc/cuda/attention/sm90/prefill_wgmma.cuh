@@ -38,10 +38,12 @@ __device__ __forceinline__ void pin(uint32_t (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// A branch on x that is never taken (x <= the keys of a step).  The assembler lifts a wait for wgmma above arithmetic,
-// but not above a branch on its result: what x depends on stays before the wait that follows.
+// A branch on x that is never taken: no instruction produces this NaN.  The assembler lifts a wait for wgmma above
+// arithmetic, but not above a branch on its result: what x depends on stays before the wait that follows.
 __device__ __forceinline__ void hold(float x) {
-  asm volatile("{\n.reg .pred p;\nsetp.gt.f32 p, %0, 0f7F000000;\n@!p bra HOLD;\nexit;\nHOLD:\n}" ::"f"(x) : "memory");
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.b32 p, %0, 0xffffffff;\n@!p bra HOLD;\nexit;\nHOLD:\n}" ::"r"(__float_as_uint(x))
+      : "memory");
 }
 
 // A matrix in shared memory, rows of 128 bytes, swizzled in groups of 8 rows (1024 bytes, so aligned).  `group_stride`:
