@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "../launch.h"
+#include "../../launch.cuh"
 #include "attention_kernel.cuh"
 
 namespace paged_attn::mma {
@@ -105,8 +105,7 @@ void launch_attention(KernelArgs args, bool splits_rows, Workspace& workspace, c
   partials.state = reinterpret_cast<float2*>(base + state);
   partials.out = reinterpret_cast<float*>(base + out);
 
-  // A kernel compiled for 8.0 has no griddepcontrol.wait: the attribute is for the 9.0 one.
-  const bool dependent = p.pdl && device.major == 9;
+  const bool dependent = p.pdl && device.major == 9 && waits_for_dependency(attention_kernel<C>);
   if (!local_plan) launch_plan(p, args.range, tile, args.plan, stream, dependent);
   launch_kernel(attention_kernel<C>, num_ctas, C::kThreads, smem_bytes, stream, dependent, args);
   if (merges) launch_merge(p, args.range, tile, args.plan, partials, num_ctas, stream, dependent);
