@@ -28,6 +28,11 @@ __device__ __forceinline__ float soft_cap(float score, float cap) { return cap *
 // What exponents are taken against: the maximum, or 0 where every score so far is -inf.
 __device__ __forceinline__ float exp2_reference(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 
+// The least power of two at or above x: value scales are taken in units of it.  0 stays 0.
+__device__ __forceinline__ float power_of_two_above(float x) {
+  return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u);
+}
+
 struct RowEnd {
   float output_scale;  // of the unnormalised output
   float lse;           // natural logarithm

@@ -1,4 +1,4 @@
-// Elements of a quantised cache as fp16, exactly.
+// What the tensor cores multiply with an 8-bit cache: its elements as fp16, exactly, and 16-bit queries as fp16.
 #pragma once
 
 #include "../../params.h"
@@ -47,6 +47,11 @@ __device__ __forceinline__ uint2 widen4(uint32_t x) {
     asm("add.rn.f16x2 %0, %0, %1;" : "+r"(y.y) : "r"(0xe480e480u));
     return y;
   }
+}
+
+// Two bf16 (or already fp16) to two fp16.
+__device__ __forceinline__ uint32_t to_half2(uint32_t x, bool is_bfloat) {
+  return is_bfloat ? ptx::pack<__half>(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)) : x;
 }
 
 }  // namespace paged_attn

@@ -202,7 +202,7 @@ class MmaRows {
     for (int i = lane; i < C::kWarpKeys; i += 32) largest = fmaxf(largest, fabsf(scales[i]));
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
-    const float unit = __uint_as_float((__float_as_uint(largest) + 0x7fffffu) & 0x7f800000u);  // rounded up
+    const float unit = power_of_two_above(largest);
     if (unit > value_unit_) {
       const float factor = value_unit_ / unit;
       value_unit_ = unit;

@@ -1,6 +1,8 @@
 // Making the work list of a call.
 #pragma once
 
+#include <climits>
+
 #include "schedule.cuh"
 
 namespace paged_attn::mma {

@@ -7,7 +7,6 @@
 // whole or cut into equal contiguous shares of key tiles, one a CTA ("stream-K").
 #pragma once
 
-#include <climits>
 #include <cstdint>
 
 #include "../paths.h"

@@ -13,7 +13,6 @@ struct Item {
   RowMap rows;
   int num_rows;
 };
-static_assert(sizeof(Item) <= 64);
 
 // Warps are numbered (head slot, row group, slice of 16 tokens).  Those that differ in the slice alone are a team: they
 // hold the same rows over different tokens, and meet at the end of a piece.
@@ -22,6 +21,7 @@ struct Consumer {
   static constexpr int kSlices = Traits::kSlices, kHeadDim = Traits::kHeadDim, kWarpRows = Traits::kWarpRows;
   static constexpr int kPitch = Traits::kSumPitch;
   using Row = Partial<kHeadDim>;
+  static_assert(sizeof(Item) <= Traits::kHeldBytes);
 
   const DecodeArgs& a;
   unsigned char* shared;

@@ -8,6 +8,7 @@
 // as they lie.
 #pragma once
 
+#include "../widen.cuh"
 #include "decode_merge.h"
 
 namespace paged_attn::sm90 {
@@ -40,11 +41,6 @@ __device__ __forceinline__ void widen_columns(uint32_t x, uint32_t& first, uint3
   } else {
     first = widen<Cache, 0, 2>(x), second = widen<Cache, 1, 3>(x);
   }
-}
-
-// Two bf16 (or already fp16) to two fp16.
-__device__ __forceinline__ uint32_t to_half2(uint32_t x, bool is_bfloat) {
-  return is_bfloat ? ptx::pack<__half>(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)) : x;
 }
 
 // Where a lane reads: byte offsets into a stage and a query buffer.

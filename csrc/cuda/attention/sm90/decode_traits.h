@@ -91,7 +91,8 @@ struct DecodeTraits {
   static constexpr int kStatsOffset = kSumOffset + kSumBytes;
   static constexpr int kBarrierOffset = kStatsOffset + kStatsBytes;
   static constexpr int kHeldOffset = kBarrierOffset + (2 * kStages + 2) * 8;
-  static constexpr int kSharedBytes = kHeldOffset + kWarps * 64;
+  static constexpr int kHeldBytes = 64;  // a warp: Consumer::held
+  static constexpr int kSharedBytes = kHeldOffset + kWarps * kHeldBytes;
   // One CTA an SM, exactly: with programmatic launch a grid that fits twice is doubled up on some SMs and leaves
   // others idle.
   static_assert(kStages >= 2 && kSharedBytes > 114 * 1024 && kSharedBytes <= 227 * 1024);

@@ -9,6 +9,7 @@
 
 #include "../ptx.cuh"
 #include "../softmax.cuh"
+#include "../widen.cuh"
 #include "prefill_load.cuh"
 #include "prefill_wgmma.cuh"
 
@@ -21,10 +22,7 @@ struct QueryConversion {
   uint32_t signs;
   __device__ __forceinline__ QueryConversion(const PrefillParams& p, float key_scale)
       : is_bfloat(p.attention.dtype == DType::kBFloat16), signs(key_scale < 0.f ? 0x80008000u : 0u) {}
-  __device__ __forceinline__ uint32_t operator()(uint32_t x) const {
-    if (is_bfloat) x = ptx::pack<__half>(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-    return x ^ signs;
-  }
+  __device__ __forceinline__ uint32_t operator()(uint32_t x) const { return to_half2(x, is_bfloat) ^ signs; }
 };
 
 template <class Traits>

@@ -2,6 +2,7 @@
 // others turn them into the fp16 stages of an unquantised instance, exactly.  The consumers apply the scales.
 #pragma once
 
+#include "../softmax.cuh"
 #include "../widen.cuh"
 #include "prefill_load.cuh"
 
@@ -134,7 +135,7 @@ class TokenScales {
       for (int i = 0; i < kEach; ++i) largest = fmaxf(largest, fabsf(scale_[i]));
 #pragma unroll
       for (int d = 16; d > 0; d /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
-      unit_ = fmaxf(unit_, __uint_as_float((__float_as_uint(largest) + 0x7fffffu) & 0x7f800000u));  // rounded up
+      unit_ = fmaxf(unit_, power_of_two_above(largest));
       inverse = unit_ > 0.f ? 1.f / unit_ : 0.f;
     }
     ptx::mbarrier_wait(smem_.scales_empty(stage.slot()), stage.parity() ^ 1);

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::mbarrier_init(smem.staging_full(i), 1);
       ptx::mbarrier_init(smem.staging_empty(i), kWriters);
     }
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < Traits::kTileSlots; ++i) {
       ptx::mbarrier_init(smem.tile_full(i), 1);
       ptx::mbarrier_init(smem.tile_empty(i), TileRing<Traits>::kReaders);
     }

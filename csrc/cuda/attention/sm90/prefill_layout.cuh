@@ -59,11 +59,13 @@ struct PrefillTraits {
   static constexpr int kValueOffset = kKeyOffset + kStages * kStageBytes;
   static constexpr int kStagingOffset = kValueOffset + kStages * kStageBytes;
   static constexpr int kTileOffset = kStagingOffset + kStagingSlots * kStagedBytes;
-  static constexpr int kTileBytes = 32;  // of a slot: a Tile and padding
-  static constexpr int kScaleOffset = kTileOffset + 2 * kTileBytes;
+  static constexpr int kTileSlots = 2;
+  static constexpr int kTileBytes = 32;  // of a slot: a Tile
+  static constexpr int kScaleOffset = kTileOffset + kTileSlots * kTileBytes;
   static constexpr int kBarrierOffset = kScaleOffset + kStages * kScaleBytes;
   static constexpr int kStageBarriers = (kTokenScales ? 6 : 4) * kStages;
-  static constexpr int kBarriers = kStageBarriers + 2 * kConsumers * kQueryBuffers + 4 + 2 * kStagingSlots;
+  static constexpr int kTileBarriers = 2 * kTileSlots;
+  static constexpr int kBarriers = kStageBarriers + kTileBarriers + 2 * kConsumers * kQueryBuffers + 2 * kStagingSlots;
   static constexpr int kSmemBytes = kBarrierOffset + kBarriers * 8;
   static_assert(kSmemBytes <= 227 * 1024);
 };
@@ -105,12 +107,12 @@ struct PrefillSmem {
   __device__ uint32_t scales_full(int stage) const { return barrier(4 * Traits::kStages + stage); }
   __device__ uint32_t scales_empty(int stage) const { return barrier(5 * Traits::kStages + stage); }
   __device__ uint32_t tile_full(int slot) const { return barrier(Traits::kStageBarriers + slot); }
-  __device__ uint32_t tile_empty(int slot) const { return barrier(Traits::kStageBarriers + 2 + slot); }
+  __device__ uint32_t tile_empty(int slot) const { return barrier(Traits::kStageBarriers + Traits::kTileSlots + slot); }
   __device__ uint32_t query_full(int buffer, int warpgroup) const {
-    return barrier(Traits::kStageBarriers + 4 + buffer * Traits::kConsumers + warpgroup);
+    return barrier(kQueryBarriers + buffer * Traits::kConsumers + warpgroup);
   }
   __device__ uint32_t query_empty(int buffer, int warpgroup) const {
-    return barrier(Traits::kStageBarriers + 4 + (Traits::kQueryBuffers + buffer) * Traits::kConsumers + warpgroup);
+    return barrier(kQueryBarriers + (Traits::kQueryBuffers + buffer) * Traits::kConsumers + warpgroup);
   }
   __device__ uint32_t staging_full(int slot) const { return barrier(Traits::kBarriers - 1 - slot); }
   __device__ uint32_t staging_empty(int slot) const {
@@ -118,6 +120,7 @@ struct PrefillSmem {
   }
 
  private:
+  static constexpr int kQueryBarriers = Traits::kStageBarriers + Traits::kTileBarriers;  // where they begin
   __device__ uint32_t barrier(int i) const { return base + Traits::kBarrierOffset + i * 8; }
 };
 

@@ -8,18 +8,19 @@
 
 namespace paged_attn::sm90 {
 
-// The tiles of the CTA, through a ring of two slots.  Consumers keep a slot until they are done with its tile, so a
+// The tiles of the CTA, through a ring of kTileSlots.  Consumers keep a slot until they are done with its tile, so a
 // tile is taken no earlier than the one before it is begun.
 template <class Traits>
 struct TileRing {
   static constexpr int kReaders = Traits::kThreads / 32 - 1;  // warps: all but the one that writes
 
   PrefillSmem<Traits> smem;
-  RingPosition<2> position;
+  RingPosition<Traits::kTileSlots> position;
 
   // By the whole warp.
   __device__ __forceinline__ void write(const Tile& t) {
     ptx::mbarrier_wait(smem.tile_empty(position.slot()), position.parity() ^ 1);
+    static_assert(sizeof(Tile) == Traits::kTileBytes);
     if (threadIdx.x % 32 == 0) {
       const uint32_t slot = smem.tile(position.slot());
       ptx::store_shared_v4(slot, t.seq, t.token, t.head, t.kv_head);
