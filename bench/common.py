@@ -295,18 +295,26 @@ def write_results(
     return path
 
 
+def cell(value: object) -> str:
+    """How tables show a value: three significant digits; a timing is its median, None is empty."""
+    if isinstance(value, Timing):
+        value = value.us
+    elif isinstance(value, Mapping):  # a timing as ``write_results`` stored it
+        value = value["us"]
+    if value is None:
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
 def print_table(rows: Sequence[Mapping[str, object]], columns: Sequence[str] | None = None) -> None:
-    """Print rows as a Markdown table; a ``Timing`` shows as its median."""
+    """Print rows as a Markdown table."""
     from tabulate import tabulate
 
-    def cell(value: object) -> object:
-        value = value.us if isinstance(value, Timing) else value
-        if not isinstance(value, float):
-            return value
-        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
-
     columns = columns or list(dict.fromkeys(key for row in rows for key in row))
-    print(tabulate([[cell(row.get(key, "")) for key in columns] for row in rows], columns, tablefmt="github"))
+    cells = [[cell(row.get(key)) for key in columns] for row in rows]
+    print(tabulate(cells, columns, tablefmt="github", disable_numparse=True))
 
 
 def bar_chart(
@@ -316,6 +324,7 @@ def bar_chart(
     import matplotlib
 
     matplotlib.use("svg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text, not as outlines
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(max(6.0, 0.7 * len(labels) + 2), 3.6), layout="constrained")

@@ -24,20 +24,9 @@ REGION = re.compile(r"(?<=<!-- table )([\w ]+)( -->\n).*?(?=<!-- end -->)", re.D
 Row = Mapping[str, object]
 
 
-def number(value: object) -> str:
-    """Three significant digits; a timing is its median, a string itself, None empty."""
-    if isinstance(value, Mapping):
-        value = value["us"]
-    if value is None:
-        return ""
-    if isinstance(value, str | int):
-        return str(value)
-    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
-
-
 def with_rate(us: str, rate: str) -> Callable[[Row], str]:
     """``microseconds (rate)``."""
-    return lambda row: f"{number(row[us])} ({number(row[rate])})" if us in row else ""
+    return lambda row: f"{common.cell(row[us])} ({common.cell(row[rate])})" if us in row else ""
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,7 @@ class Table:
             by_case = {row["case"]: row for row in rows}
             rows = [by_case[case] for case in self.cases]
         columns = {
-            heading: [column(row) if callable(column) else number(row.get(column)) for row in rows]
+            heading: [column(row) if callable(column) else common.cell(row.get(column)) for row in rows]
             for heading, column in self.columns.items()
         }
         filled = {heading: cells for heading, cells in columns.items() if any(cells)}
