@@ -50,7 +50,7 @@ ctest: $(VENV)/.environment
 
 # On a machine with a GPU: compute-sanitizer over a small selection of the suite.
 sanitize: $(INSTALLED)
-	$(PY) -m tests.sanitize memcheck racecheck synccheck initcheck
+	$(PY) -m tests.sanitize
 
 clean:
 	rm -rf build $(VENV) paged_attn/*.so *.egg-info

@@ -6,46 +6,49 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-INSIDE = "PAGED_ATTN_UNDER_SANITIZER"
 
 
-def attend_everywhere() -> Iterator[str]:
-    """Decode, verification and prefill by each backend; every kind of cache; all options.  Yields what has run."""
+def attend(backend: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Decode, verification and prefill, plain and with all options."""
     import paged_attn
 
     from .conftest import Ops
     from .test_attention import OPTIONS, check_attention
 
-    shapes = [(torch.bfloat16, 128), (torch.float16, 64), (torch.bfloat16, 256)]
-    for backend, served in {"sm90": shapes, "mma": shapes, "auto": [(torch.float32, 128)]}.items():
-        ops = Ops(paged_attn, "cuda", backend)
-        for dtype, head_dim in served:
-            shape = {"dtype": dtype, "head_dim": head_dim, "layout": "HND"}
-            check_attention(ops, [530, 17, 0, 1], None, **shape)
-            check_attention(ops, [300, 17, 5], [150, 3, 1], OPTIONS["all"], **shape)
-            yield f"attention, {backend}, {dtype}, head_dim {head_dim}"
-    for cache_dtype, kind in ((torch.float8_e4m3fn, "head"), (torch.float8_e5m2, "tensor"), (torch.int8, "token_head")):
-        for backend in ("auto", "mma"):
-            quantised = {"dtype": torch.bfloat16, "cache_dtype": cache_dtype, "scale_kind": kind}
-            ops = Ops(paged_attn, "cuda", backend)
-            check_attention(ops, [530, 17], None, head_dim=128, **quantised)
-            check_attention(ops, [130, 17], [40, 1], **quantised)
-        yield f"attention, {cache_dtype}, scales per {kind}"
+    ops = Ops(paged_attn, "cuda", backend)
+    shape = {"dtype": dtype, "head_dim": head_dim, "layout": "HND"}
+    check_attention(ops, [530, 17, 0, 1], None, **shape)
+    check_attention(ops, [300, 17, 5], [150, 3, 1], OPTIONS["all"], **shape)
 
 
-def move_everywhere() -> Iterator[str]:
-    """The operations on the cache.  Yields what has run."""
+def attend_quantised(backend: str, cache_dtype: torch.dtype, scale_kind: str) -> None:
+    import paged_attn
+
+    from .conftest import Ops
+    from .test_attention import check_attention
+
+    ops = Ops(paged_attn, "cuda", backend)
+    quantised = {"dtype": torch.bfloat16, "cache_dtype": cache_dtype, "scale_kind": scale_kind}
+    check_attention(ops, [530, 17], None, head_dim=128, **quantised)
+    check_attention(ops, [130, 17], [40, 1], **quantised)
+
+
+def move() -> None:
+    """The operations on the cache."""
     import paged_attn
 
     from . import test_cases_cache as cache
     from . import test_gather as gather
     from . import test_merge as merge
+    from . import test_rope_write as rope
     from . import test_write as write
     from .conftest import Ops
 
@@ -53,14 +56,33 @@ def move_everywhere() -> Iterator[str]:
     cache.check_negative_slots(ops)
     cache.check_copy_extent(ops, torch.bfloat16, "HND")
     cache.check_swap_extent(ops, torch.bfloat16)
-    yield "copy and swap"
     write.check_quantised_write(ops, torch.float8_e4m3fn, scale_kind="token_head")
     write.check_write(ops, torch.bfloat16, 3, 24)
-    yield "write"
+    for cache_dtype in (None, torch.int8):
+        rope.rotate_and_write(
+            ops, rope.cos_sin_table(64, 64), dtype=torch.bfloat16, head_dim=64, cache_dtype=cache_dtype
+        )
     gather.check_gather(ops, dtype=torch.bfloat16)
     gather.check_gather(ops, cache_dtype=torch.int8, scale_kind="head")
     merge.check_merge(ops, torch.bfloat16)
-    yield "gather and merge"
+
+
+UNQUANTISED = [
+    *itertools.product(("sm90", "mma"), [(torch.bfloat16, 128), (torch.float16, 64), (torch.bfloat16, 256)]),
+    ("auto", (torch.float32, 128)),
+]
+QUANTISED = itertools.product(
+    ("auto", "mma"), [(torch.float8_e4m3fn, "head"), (torch.float8_e5m2, "tensor"), (torch.int8, "token_head")]
+)
+# Each is a process of its own: a tool spends its time on preparing the kernels that a process loads.
+PARTS: dict[str, Callable[[], None]] = {
+    f"{backend} {dtype} {head_dim}": partial(attend, backend, dtype, head_dim)
+    for backend, (dtype, head_dim) in UNQUANTISED
+}
+PARTS |= {
+    f"{backend} {dtype} {kind}": partial(attend_quantised, backend, dtype, kind) for backend, (dtype, kind) in QUANTISED
+}
+PARTS["cache"] = move
 
 
 def find_sanitizer() -> str | None:
@@ -69,29 +91,38 @@ def find_sanitizer() -> str | None:
     return next((path for path in candidates if path and Path(path).exists()), None)
 
 
+def check(sanitizer: str, tool: str, part: str) -> bool:
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "1", "--print-limit", "5"]
+    if tool != "initcheck":  # which must see torch's kernels write
+        command += ["--kernel-name", "kns=paged_attn"]
+    # Allocations of their own, so that a read past a tensor's end is a read past an allocation.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command += [sys.executable, "-m", "tests.sanitize", "--part", part]
+    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(f"{tool}, {part}: {'errors' if run.returncode else 'clean'}", flush=True)
+    if run.returncode:
+        print(run.stdout, flush=True)
+    return run.returncode == 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tools", nargs="*", default=TOOLS, metavar="TOOL", help=", ".join(TOOLS))
-    tools = parser.parse_args().tools
-    if os.environ.get(INSIDE):
-        for done in itertools.chain(attend_everywhere(), move_everywhere()):
-            print(done, flush=True)
+    parser.add_argument("--part", choices=PARTS, help="run this alone, in this process, under no tool")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time; default: one a core")
+    arguments = parser.parse_args()
+    if arguments.part:
+        PARTS[arguments.part]()
         torch.cuda.synchronize()
         return 0
     sanitizer = find_sanitizer()
     if sanitizer is None or not torch.cuda.is_available():
         print("needs a CUDA device and compute-sanitizer, which comes with the CUDA toolkit", file=sys.stderr)
         return 1
-    # Allocations of their own, so that a read past a tensor's end is a read past an allocation.
-    environment = os.environ | {INSIDE: "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    results = []
-    for tool in tools:
-        command = [sanitizer, "--tool", tool, "--error-exitcode", "1", "--print-limit", "5"]
-        if tool != "initcheck":  # which must see torch's kernels write
-            command += ["--kernel-name", "kns=paged_attn"]
-        results.append(subprocess.run([*command, sys.executable, "-m", "tests.sanitize"], env=environment).returncode)
-        print(f"{tool}: {'clean' if results[-1] == 0 else 'errors'}", flush=True)
-    return int(any(results))
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        clean = list(pool.map(lambda job: check(sanitizer, *job), itertools.product(arguments.tools, PARTS)))
+    print(f"{sum(clean)} of {len(clean)} clean")
+    return int(not all(clean))
 
 
 if __name__ == "__main__":
