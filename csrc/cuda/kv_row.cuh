@@ -4,37 +4,22 @@
 #include <type_traits>
 
 #include "convert.cuh"
+#include "divisor.cuh"
 
 namespace paged_attn {
-
-// n / divisor for 0 <= n < 2^31 as a multiplication (Granlund and Montgomery 1994, doi:10.1145/178243.178249).
-class Divider {
- public:
-  explicit Divider(uint32_t divisor) : divisor_(divisor) {
-    while (shift_ < 62 && (uint64_t{1} << (shift_ - 31)) < divisor) ++shift_;
-    multiplier_ = static_cast<uint32_t>(((uint64_t{1} << shift_) + divisor - 1) / divisor);
-  }
-  __device__ __forceinline__ uint32_t quotient(uint32_t n) const {
-    return static_cast<uint32_t>((uint64_t{n} * multiplier_) >> shift_);
-  }
-  __device__ __forceinline__ uint32_t divisor() const { return divisor_; }
-
- private:
-  uint32_t divisor_, multiplier_, shift_ = 31;
-};
 
 struct SlotPosition {
   int block, offset;  // block -1: no slot, nothing is stored
 };
 
-__device__ __forceinline__ SlotPosition locate_slot(const KvWriteParams& p, const Divider& block_size, int token) {
+__device__ __forceinline__ SlotPosition locate_slot(const KvWriteParams& p, const Divisor& block_size, int token) {
   const int64_t index = token * p.slot_stride;
   const int64_t slot = p.slots_are_int64 ? static_cast<const int64_t*>(p.slot_mapping)[index]
                                          : static_cast<const int32_t*>(p.slot_mapping)[index];
   if (slot < 0 || slot >= p.num_blocks * p.block_size) return {-1, 0};
   if (slot <= INT32_MAX) {
-    const uint32_t block = block_size.quotient(static_cast<uint32_t>(slot));
-    return {static_cast<int>(block), static_cast<int>(static_cast<uint32_t>(slot) - block * block_size.divisor())};
+    const int block = block_size.quotient(static_cast<int>(slot));
+    return {block, static_cast<int>(slot) - block * block_size.value};
   }
   return {static_cast<int>(slot / p.block_size), static_cast<int>(slot % p.block_size)};
 }

@@ -16,7 +16,7 @@ struct Alignment {
 
 // Thread (x, y) moves the x-th 16 bytes of the K and the V row of the CTA's token y.
 __global__ void __launch_bounds__(kThreads)
-    copy_rows_kernel(const __grid_constant__ KvWriteParams p, const Alignment aligned, const Divider block_size) {
+    copy_rows_kernel(const __grid_constant__ KvWriteParams p, const Alignment aligned, const Divisor block_size) {
   ptx::pdl_launch_dependents();
   const int size = element_size(p.dtype), row_bytes = p.head_dim * size;
   const int byte = (blockIdx.y * blockDim.x + threadIdx.x) * 16;
@@ -41,14 +41,14 @@ __global__ void __launch_bounds__(kThreads)
 // which (kSplit).  Every load is issued before the first store: the compiler cannot move one over the other.
 template <class T, class Cache, bool kAligned, bool kSplit>
 __global__ void __launch_bounds__(kQuantizeThreads)
-    quantize_rows_kernel(const __grid_constant__ KvWriteParams p, const Alignment aligned, const Divider num_heads,
-                         const Divider block_size) {
+    quantize_rows_kernel(const __grid_constant__ KvWriteParams p, const Alignment aligned, const Divisor num_heads,
+                         const Divisor block_size) {
   ptx::pdl_launch_dependents();
   const int lanes = blockDim.x, lane = threadIdx.x, half = (p.head_dim / 8 + 1) / 2 * 8, first = lane * 8;
   const LanePieces part = {{first, half + first},
                            {first < half ? 8 : 0, first < half && half + first < p.head_dim ? 8 : 0}};
   const int row = blockIdx.x * blockDim.y + threadIdx.y, token = num_heads.quotient(row);
-  const int head = row - token * num_heads.divisor();
+  const int head = row - token * num_heads.value;
   const bool in_range = token < p.num_tokens;
   ptx::pdl_wait();
 
@@ -92,8 +92,8 @@ void launch_write_kv(const KvWriteParams& p, cudaStream_t stream) {
     const bool all = aligned.key && aligned.value && aligned.key_cache && aligned.value_cache;
     const bool few = rows * lanes < kFewThreadsAnSm * int64_t{current_device().sm_count};
     const auto launch = [&](auto kernel, unsigned parts) {
-      launch_pdl(kernel, dim3(ceil_div(rows, block.y), parts), block, stream, p, aligned, Divider(p.num_kv_heads),
-                 Divider(p.block_size));
+      launch_pdl(kernel, dim3(ceil_div(rows, block.y), parts), block, stream, p, aligned, Divisor(p.num_kv_heads),
+                 Divisor(p.block_size));
     };
     dispatch_float(p.dtype, [&](auto tag) {
       dispatch_quantized(p.cache_dtype, [&](auto cache_tag) {
@@ -110,7 +110,7 @@ void launch_write_kv(const KvWriteParams& p, cudaStream_t stream) {
   const int x = pieces < kThreads ? pieces : kThreads;
   const dim3 block(x, kThreads / x);
   const dim3 grid(ceil_div(p.num_tokens, block.y), ceil_div(pieces, x));
-  launch_pdl(copy_rows_kernel, grid, block, stream, p, aligned, Divider(p.block_size));
+  launch_pdl(copy_rows_kernel, grid, block, stream, p, aligned, Divisor(p.block_size));
 }
 
 }  // namespace paged_attn

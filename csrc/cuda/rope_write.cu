@@ -106,8 +106,8 @@ __device__ __forceinline__ void rotate(const Rotation& r, bool interleaved, Piec
 // before value heads: cosines, sines and the slot are found once for them all.
 template <class T, class Cache, bool kAligned>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 6 : 8)
-    rope_write_kernel(const __grid_constant__ RopeWriteParams p, const Alignment aligned, const Divider parts,
-                      const Divider block_size) {
+    rope_write_kernel(const __grid_constant__ RopeWriteParams p, const Alignment aligned, const Divisor parts,
+                      const Divisor block_size) {
   ptx::pdl_launch_dependents();
   const KvWriteParams& w = p.write;
   const int lanes = blockDim.x, lane = threadIdx.x, index = blockIdx.x * blockDim.y + threadIdx.y;
@@ -122,9 +122,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 6 : 8)
   const SlotPosition at = in_range && token < w.num_tokens ? locate_slot(w, block_size, token) : SlotPosition{-1, 0};
   // One body for all rows: kernels this short are bound by the code that they fetch.  As many turns for every group: a
   // warp quantises together.
-  int row = index - token * parts.divisor();
+  int row = index - token * parts.value;
 #pragma unroll 1
-  for (int turns = parts.quotient(num_rows + parts.divisor() - 1); turns > 0; --turns, row += parts.divisor()) {
+  for (int turns = parts.quotient(num_rows + parts.value - 1); turns > 0; --turns, row += parts.value) {
     const bool is_query = row < p.num_heads, is_value = row >= p.num_heads + w.num_kv_heads;
     const int head = row - (is_query ? 0 : p.num_heads) - (is_value ? w.num_kv_heads : 0);
     const bool row_aligned = kAligned || (is_query ? aligned.query : is_value ? aligned.value : aligned.key);
@@ -198,7 +198,7 @@ void launch_rope_write_kv(const RopeWriteParams& p, cudaStream_t stream) {
       aligned.query && aligned.key && aligned.value && aligned.key_cache && aligned.value_cache && aligned.cos_sin;
   const auto launch = [&](auto kernel) {
     launch_pdl(kernel, dim3(ceil_div(int64_t{p.num_tokens} * parts, block.y)), block, stream, p, aligned,
-               Divider(parts), Divider(w.block_size));
+               Divisor(parts), Divisor(w.block_size));
   };
   dispatch_float(w.dtype, [&](auto tag) {
     using T = decltype(tag);

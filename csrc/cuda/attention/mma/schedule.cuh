@@ -9,22 +9,10 @@
 
 #include <cstdint>
 
+#include "../../divisor.cuh"
 #include "../paths.h"
 
 namespace paged_attn::mma {
-
-// Division of numbers below 2^31 by a number that the host knows, without the device's long division.
-// (Granlund and Montgomery, "Division by invariant integers using multiplication".)
-struct Divisor {
-  unsigned value, multiplier, shift;
-
-  Divisor() = default;
-  explicit Divisor(unsigned d) : value(d), shift(0) {
-    while (shift < 31 && (1u << shift) < d) ++shift;
-    multiplier = static_cast<unsigned>((((uint64_t{1} << shift) - d) << 32) / d + 1);
-  }
-  __device__ int quotient(int n) const { return (__umulhi(n, multiplier) + n) >> shift; }
-};
 
 struct TileShape {
   int rows, keys;  // packed query rows and keys of a tile
