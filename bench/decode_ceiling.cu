@@ -1,13 +1,13 @@
-// The loads of the Hopper decode kernel without its math: what its schedule and ring reach at best.
-// bench/decode.py builds it: nvcc -shared, called through ctypes.
-#include "../csrc/cuda/attention/sm90/decode_launch.h"
+// The loads of the Hopper decode kernel without its math, in the instance that the kernel takes for the call: what its
+// schedule and ring reach at best.  bench/decode.py builds it: nvcc -shared, called through ctypes.
+#include "../csrc/cuda/attention/sm90/decode_instances.h"
 
 using namespace paged_attn;
 
 namespace {
 
-template <class Cache>
-struct LoadsOnly : sm90::DecodeTraits<Cache, 128, 8> {
+template <class Cache, int kHeads>
+struct LoadsOnly : sm90::DecodeTraits<Cache, 128, 8, kHeads> {
   static constexpr bool kLoadsOnly = true;
 };
 
@@ -15,6 +15,13 @@ struct NoWorkspace final : Workspace {
   void* scratch(size_t) override { return nullptr; }
   void* marked(size_t) override { return nullptr; }
 };
+
+template <class Cache>
+void launch_loads(sm90::DecodeArgs& a, cudaStream_t stream) {
+  NoWorkspace workspace;
+  sm90::two_heads_a_stage(a) ? sm90::launch<LoadsOnly<Cache, 2>>(a, workspace, stream)
+                             : sm90::launch<LoadsOnly<Cache, 1>>(a, workspace, stream);
+}
 
 }  // namespace
 
@@ -38,12 +45,8 @@ extern "C" int decode_ceiling(const void* query, void* out, const void* key_cach
   a.range = {0, 1, false};
   a.window = 1 << 30;
   a.group = a.max_rows = num_heads / num_kv_heads;
-  NoWorkspace workspace;
   try {
-    if (bytes == 1)
-      sm90::launch<LoadsOnly<__nv_fp8_e4m3>>(a, workspace, stream);
-    else
-      sm90::launch<LoadsOnly<__nv_bfloat16>>(a, workspace, stream);
+    bytes == 1 ? launch_loads<__nv_fp8_e4m3>(a, stream) : launch_loads<__nv_bfloat16>(a, stream);
   } catch (const std::exception&) {
     return 1;
   }

@@ -25,6 +25,12 @@ constexpr int most_rows(int head_dim, bool quantized) {
   }
 }
 
+// Two heads of a block in a stage read longer stretches of memory, but halve the pieces that few sequences fall into.
+inline bool two_heads_a_stage(const DecodeArgs& a) {
+  return a.p.head_dim == 128 && a.max_rows <= 8 && a.p.num_seqs >= 8 && a.p.num_kv_heads % 2 == 0 &&
+         !a.p.batch_invariant;
+}
+
 // The instance for a.p.head_dim and a.max_rows.  One cache type to a file: decode_<type>.cu.
 template <class Cache>
 void launch_for(DecodeArgs& a, Workspace& workspace, cudaStream_t stream);
@@ -32,9 +38,8 @@ void launch_for(DecodeArgs& a, Workspace& workspace, cudaStream_t stream);
 template <class Cache, int kHeadDim, bool kTokenScales, bool kDense>
 void launch_rows(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
   constexpr int kMostRows = most_rows(kHeadDim, sizeof(Cache) == 1);
-  // Two heads of a block in a stage read longer stretches of memory, but halve the pieces that few sequences fall into.
   if constexpr (kHeadDim == 128)
-    if (a.max_rows <= 8 && a.p.num_seqs >= 8 && a.p.num_kv_heads % 2 == 0 && !a.p.batch_invariant)
+    if (two_heads_a_stage(a))
       return launch<DecodeTraits<Cache, kHeadDim, 8, 2, kTokenScales, kDense>>(a, workspace, stream);
   if (a.max_rows <= 8) return launch<DecodeTraits<Cache, kHeadDim, 8, 1, kTokenScales, kDense>>(a, workspace, stream);
   if (a.max_rows <= 16) return launch<DecodeTraits<Cache, kHeadDim, 16, 1, kTokenScales, kDense>>(a, workspace, stream);
