@@ -1,4 +1,5 @@
-"""Cache operations beside what torch offers: microseconds, bytes moved and their share of the device's copy rate.
+"""Cache operations beside what torch and FlashInfer offer: microseconds, bytes moved and their share of the device's
+copy rate.
 
 Each row states its bytes: what the operation must read plus what it must write. Device rows are CUDA graphs over
 buffers that rotate through a gibibyte or more; swaps are plain calls behind a busy device (their host time is a
@@ -24,15 +25,15 @@ Row = dict[str, object]
 
 
 def row(case: str, num_bytes: int, formula: str, times: dict[str, common.Timing], ceiling_tb_s: float) -> Row:
-    """A line of the table: the first of ``times`` is ours, the second (if any) torch's."""
-    ours, *others = times.values()
+    """A line of the table; ``times`` has "ours" and others by name."""
+    ours = times["ours"]
     return {
         "case": case,
         "MB": num_bytes / 1e6,
         "us": ours,
         "GB/s": 1e3 * ours.tb_s(num_bytes),
         "of ceiling": f"{ours.tb_s(num_bytes) / ceiling_tb_s:.1%}",
-        "torch us": others[0] if others else "",
+        **{f"{name} us": timing for name, timing in times.items() if name != "ours"},
         "bytes": formula,
     }
 
@@ -54,7 +55,7 @@ def bench_write(tokens: int, layout: str, dtype: torch.dtype, scale_per: str, ce
     caches = pools(2 * tokens, sets, layout, dtype)
     slots = torch.randperm(2 * tokens, device="cuda")[:tokens]
     at = (slots // BLOCK_SIZE, slots % BLOCK_SIZE)
-    scale_shape = {"tensor": (1,), "token": caches[0][0].shape[:3]}.get(scale_per)
+    scale_shape = {"tensor": (1,), "head": (KV_HEADS,), "token": caches[0][0].shape[:3]}.get(scale_per)
     scales = [
         {name: torch.ones(scale_shape, device="cuda") for name in ("k_scale", "v_scale")} if scale_shape else {}
         for _ in range(sets)
@@ -67,7 +68,25 @@ def bench_write(tokens: int, layout: str, dtype: torch.dtype, scale_per: str, ce
         for rows, cache in zip(new[i % sets], caches[i % sets]):
             cache.index_put_(at, rows)
 
-    kernels = {"ours": ours} if scale_per else {"ours": ours, "torch": torch_put}
+    def flashinfer() -> common.Kernel | None:
+        """Its append, for one sequence that has all blocks in order: the position of a token is its slot."""
+        num_blocks = caches[0][0].shape[0]
+        table = torch.arange(num_blocks, dtype=torch.int32, device="cuda").unsqueeze(0)
+        batch = common.flashinfer_batch(caches, layout, table, torch.full_like(table[0, :1], num_blocks * BLOCK_SIZE))
+        if batch is None:
+            return None
+        positions = slots.int()
+        sequences = torch.zeros_like(positions)
+        pages = (batch.indices, batch.indptr, batch.last_page_len)
+        append = batch.module.append_paged_kv_cache
+        return lambda i: append(*new[i % sets], sequences, positions, batch.caches[i % sets], *pages, layout)
+
+    kernels = {"ours": ours}
+    if dtype == torch.bfloat16:  # neither quantises
+        kernels["torch"] = torch_put
+        append = common.peer(f"FlashInfer append, {tokens} tokens", flashinfer)
+        if append is not None:
+            kernels["FlashInfer"] = append
     case = f"write_kv {tokens} tokens {layout} {name_of(dtype)}" + (f", scale a {scale_per}" if scale_per else "")
     formula = f"2 x tokens x {ROW} x (2 + {dtype.itemsize})"
     return row(case, num_bytes, formula, common.time_kernels(kernels, sets=sets), ceiling)
@@ -227,20 +246,21 @@ def bench_swap(total: int = 128 << 20) -> list[Row]:
 def bench_writes(ceiling: float) -> list[Row]:
     fp8 = torch.float8_e4m3fn
     cases = [(tokens, layout, torch.bfloat16, "") for tokens in (256, 2048, 8192) for layout in ("HND", "NHD")]
-    cases += [(tokens, "HND", fp8, per) for tokens in (256, 8192) for per in ("tensor", "token")]
-    cases += [(8192, "HND", torch.int8, "tensor")]
+    cases += [(tokens, "HND", fp8, per) for tokens in (256, 8192) for per in ("tensor", "head", "token")]
+    cases += [(8192, "HND", torch.int8, per) for per in ("tensor", "token")]
     return [bench_write(*case, ceiling) for case in cases]
 
 
 def bench_gathers(ceiling: float) -> list[Row]:
     cases = [([1024], "HND"), ([1024] * 8, "HND"), ([2048] * 64, "HND"), ([2048] * 64, "NHD")]
     rows = [bench_gather(*case, torch.bfloat16, ceiling) for case in cases]
-    return [*rows, bench_gather([2048] * 64, "HND", torch.float8_e4m3fn, ceiling)]
+    eight_bit = [("HND", torch.float8_e4m3fn), ("NHD", torch.float8_e4m3fn), ("HND", torch.int8)]
+    return [*rows, *(bench_gather([2048] * 64, *case, ceiling) for case in eight_bit)]
 
 
 def plot(rows: list[Row], path: Path) -> None:
     """GB/s of ours and of torch's kernels, where there are both."""
-    both = [r for r in rows if r["torch us"] != ""]
+    both = [r for r in rows if "torch us" in r]
     rates = {
         "paged_attn": [r["GB/s"] for r in both],
         "torch": [1e3 * r["torch us"].tb_s(1e6 * r["MB"]) for r in both],
@@ -271,7 +291,8 @@ def main() -> None:
                 torch.cuda.empty_cache()
         if args.only in (None, "swap"):
             rows += bench_swap()
-    common.print_table(rows, ["case", "MB", "us", "GB/s", "of ceiling", "host us", "torch us", "bytes"])
+    columns = ["case", "MB", "us", "GB/s", "of ceiling", "host us", "torch us", "FlashInfer us", "bytes"]
+    common.print_table(rows, columns)
     common.write_results(
         "cache_ops", rows, directory=args.out, copy_tb_s=ceilings.copy_tb_s, read_tb_s=ceilings.read_tb_s
     )

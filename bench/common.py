@@ -239,6 +239,22 @@ def flashinfer_batch(
     )
 
 
+def peer(name: str, make: Callable[[], Kernel | None]) -> Kernel | None:
+    """The kernel of another library that ``make`` returns, called once.
+
+    None where there is none, or, with the reason printed, where it fails: such libraries compile at first use.
+    """
+    try:
+        kernel = make()
+        if kernel is not None:
+            kernel(0)
+            torch.cuda.synchronize()
+        return kernel
+    except Exception as error:  # no part of it is ours
+        print(f"{name} is missing: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        return None
+
+
 def _output_of(*command: str) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

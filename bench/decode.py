@@ -203,7 +203,7 @@ class Inputs:
 
     def flashinfer(self, kind: str) -> common.Kernel | None:
         """FlashInfer on the same blocks: its decode kernel on CUDA ``cores`` or with ``tensor`` cores, ``xqa``, or the
-        ``persistent`` BatchAttention. None where it cannot be imported or does not serve the case."""
+        ``persistent`` BatchAttention. None where it cannot be imported."""
         batch = common.flashinfer_batch(self.caches, self.case.layout, self.table, self.seq_lens)
         if batch is None:
             return None
@@ -224,29 +224,20 @@ class Inputs:
                 out=self.out,
             )
 
-        def planned(i: int) -> None:
-            wrapper.run(self.query, batch.caches[i % self.sets], out=self.out)
-
-        try:
-            if kind == "xqa":
-                xqa(0)
-                return xqa
-            if kind == "persistent":
-                wrapper = batch.module.BatchAttention(case.layout)
-                starts = torch.arange(len(case.seq_lens) + 1, dtype=torch.int32, device="cuda")
-                wrapper.plan(
-                    starts, batch.indptr, batch.indices, self.seq_lens, *shape, case.head_dim, case.block_size, **dtypes
-                )
-            else:
-                wrapper = batch.module.BatchDecodeWithPagedKVCacheWrapper(
-                    batch.workspace, case.layout, use_tensor_cores=kind == "tensor", backend="fa2"
-                )
-                wrapper.plan(batch.indptr, batch.indices, batch.last_page_len, *shape, case.block_size, **dtypes)
-            planned(0)
-        except Exception as error:  # compiled at first use, and no part of it is ours: a peer that fails is left out
-            print(f"FlashInfer {kind}, {case.name}: {type(error).__name__}: {str(error)[:100]}")
-            return None
-        return planned
+        if kind == "xqa":
+            return xqa
+        if kind == "persistent":
+            wrapper = batch.module.BatchAttention(case.layout)
+            starts = torch.arange(len(case.seq_lens) + 1, dtype=torch.int32, device="cuda")
+            wrapper.plan(
+                starts, batch.indptr, batch.indices, self.seq_lens, *shape, case.head_dim, case.block_size, **dtypes
+            )
+        else:
+            wrapper = batch.module.BatchDecodeWithPagedKVCacheWrapper(
+                batch.workspace, case.layout, use_tensor_cores=kind == "tensor", backend="fa2"
+            )
+            wrapper.plan(batch.indptr, batch.indices, batch.last_page_len, *shape, case.block_size, **dtypes)
+        return lambda i: wrapper.run(self.query, batch.caches[i % self.sets], out=self.out)
 
 
 def ceiling_library() -> ctypes.CDLL | None:
@@ -272,7 +263,10 @@ def times_of(case: Case, rounds: int, columns: Sequence[str]) -> dict[str, commo
         "mma": lambda: inputs.ours(backend="mma"),
         **{kind: partial(inputs.scaled, kind) for kind in SCALE_KINDS},
         "torch SDPA": inputs.torch_attention,
-        **{f"FI {kind}": partial(inputs.flashinfer, kind) for kind in FLASHINFER},
+        **{
+            f"FI {kind}": partial(common.peer, f"FlashInfer {kind}, {case.name}", partial(inputs.flashinfer, kind))
+            for kind in FLASHINFER
+        },
     }
     kernels = {name: kernel for name in columns if (kernel := makers[name]()) is not None}
     return common.time_kernels(kernels, sets=inputs.sets, rounds=rounds, min_ms=5)

@@ -13,6 +13,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -222,14 +223,21 @@ def kernels_of(case: Case, inputs: Inputs, peers: bool) -> dict[str, common.Kern
     kernels = {"ours": inputs.ours(case.backend)}
     if not peers:
         return kernels
+    kernels["ours"](0)
+    expected = inputs.out.clone()
+
+    def flashinfer(backend: str) -> common.Kernel | None:
+        kernel = inputs.flashinfer(backend)
+        if kernel is not None:
+            kernel(0)
+            torch.testing.assert_close(inputs.out, expected, rtol=0.02, atol=0.02)
+        return kernel
+
     for backend in ("fa2", "fa3"):
-        try:
-            kernel = inputs.flashinfer(backend)
-        except Exception as error:
-            print(f"flashinfer {backend}: {type(error).__name__}: {str(error)[:100]}")
-            kernel = None
-        if kernel:
-            kernels[f"flashinfer {backend}"] = kernel
+        name = f"FlashInfer {backend}"
+        kernel = common.peer(f"{name}, {case.name}", partial(flashinfer, backend))
+        if kernel is not None:
+            kernels[name] = kernel
     kernels["torch flash"] = inputs.torch_attention("flash")
     if case.query_lens == case.seq_lens:  # cuDNN's mask is aligned at the top left
         kernels["torch cuDNN"] = inputs.torch_attention("cudnn")
@@ -373,7 +381,7 @@ def main() -> None:
         mixed=[{**row, "us": round(row["us"].us, 2)} for row in mixed],
         accuracy=errors,
     )
-    names = [key.removesuffix(" TFLOP/s") for key in peers[0] if key.endswith(" TFLOP/s")]
+    names = dict.fromkeys(key.removesuffix(" TFLOP/s") for row in peers for key in row if key.endswith(" TFLOP/s"))
     series = {"ours": [row["TFLOP/s"] for row in peers]}
     series |= {name: [row.get(f"{name} TFLOP/s", 0.0) for row in peers] for name in names}
     common.bar_chart(

@@ -66,6 +66,7 @@ SHORT = ("1 x 1k", "1 x 8k", "1 x 128k", "8 x 8k", "64 x 1k", "256 x 4k", "64 x 
 LONG = ("1 x 1k", "1 x 8k", "1 x 32k", "1 x 128k", "8 x 1k", "8 x 8k", "8 x 32k", "64 x 1k", "64 x 8k", "256 x 1k")
 LONG += ("256 x 4k", "64 x 64..8k", "63 x 1k + 64k", "15 x 512 + 128k")
 TIMES = ("ceiling", "ready", "default", "no PDL", "batch invariant", "mma", "torch SDPA", *FLASHINFER, "GB/s")
+PREFILL_PEERS = ("torch cuDNN", "torch flash", "FlashInfer fa2", "FlashInfer fa3")
 CHUNKS = ("4 x 4096 on 4096", "1 x 16384 on 16384", "1 x 2048 on 8192", "1 x 2048 on 32768", "8 x 512 on 8192")
 
 
@@ -92,14 +93,12 @@ TABLES = {
     "decode variants": Table("decode", columns("case", "ready", "default", "GB/s"), where=has("ready", but="mma")),
     "decode fp8": Table("decode_fp8", columns("case", *TIMES), LONG, has("ceiling")),
     "decode scales": Table("decode_fp8", columns("case", *SCALES), where=has("token_head")),
-    "prefill in short": Table("prefill", prefill_columns("torch cuDNN", "torch flash"), CHUNKS, has("torch flash us")),
-    "prefill": Table(
-        "prefill", {**prefill_columns("torch cuDNN", "torch flash"), "MHz": "MHz"}, where=has("torch flash us")
-    ),
+    "prefill in short": Table("prefill", prefill_columns(*PREFILL_PEERS), CHUNKS, has("torch flash us")),
+    "prefill": Table("prefill", {**prefill_columns(*PREFILL_PEERS), "MHz": "MHz"}, where=has("torch flash us")),
     "prefill variants": Table("prefill", prefill_columns(), where=has("MHz", but="torch flash us")),
     "prefill 8 bit": Table("prefill", columns("case", *EIGHT_BIT), where=has("unquantised us")),
     "mixed": Table("prefill", columns("case", "us", "of the sum"), section="mixed"),
-    "cache ops": Table("cache_ops", columns("case", "us", "GB/s", "of ceiling", "torch us")),
+    "cache ops": Table("cache_ops", columns("case", "us", "GB/s", "of ceiling", "torch us", "FlashInfer us")),
 }
 
 
