@@ -401,8 +401,7 @@ class PrefillConsumer {
       if (at.token < tile.q_len && chunk * 8 < a.head_dim)
         *reinterpret_cast<uint4*>(out + at.token * a.out_strides.token + at.head * a.out_strides.head) = v;
     }
-    __syncwarp();
-    if (lane() == 0) ptx::mbarrier_arrive(smem_.query_empty(query().slot(), warpgroup()));
+    ptx::mbarrier_arrive(smem_.query_empty(query().slot(), warpgroup()));
   }
 
   const PrefillParams& p_;

@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (int i = 0; i < Traits::kQueryBuffers; ++i)
       for (int w = 0; w < Traits::kConsumers; ++w) {
-        ptx::mbarrier_init(smem.query_full(i, w), 1);
-        ptx::mbarrier_init(smem.query_empty(i, w), 4);
+        ptx::mbarrier_init(smem.query_full(i, w), 32);
+        ptx::mbarrier_init(smem.query_empty(i, w), 128);
       }
     ptx::mbarrier_init_fence();
     ptx::tensor_map_prefetch(&key_map);
