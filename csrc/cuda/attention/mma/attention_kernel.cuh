@@ -19,29 +19,33 @@ __device__ __forceinline__ void wait_copies(int pending) {
     ptx::cp_async_wait<2>();
 }
 
+struct TileRange {
+  int begin, end;
+  __device__ bool contains(int tile) const { return tile >= begin && tile < end; }
+};
+
 // What the threads of a CTA share, in shared memory to spare their registers.  Thread 0 writes it.
 template <class C>
 struct CtaState {
   Walk walk;
   Piece pieces[2];  // the present one and the next, taking turns
   ScoreRule rules[2];
-  HeadView views[2][2];  // of keys and values
-  bool more[2];          // there is a piece
-  int turn;              // drawn for the next one
+  PieceView views[2];
+  TileRange plain[2];  // tiles that every row sees whole, and that are copied without conditions
+  bool more[2];        // there is a piece
+  int turn;            // drawn for the next one
 
   __device__ void advance(const KernelArgs& args, int which) {
     const AttentionParams& p = args.p;
     Piece& piece = pieces[which];
-    more[which] = walk.next(p, {C::kRows, C::kKeys}, turn, piece);
+    more[which] = walk.next(p, args.heads, {C::kRows, C::kKeys}, turn, piece);
     if (!more[which]) return;
     rules[which] = score_rule<C>(p, piece.head);
-    auto view = [&](const void* cache, const BlockStrides& strides) -> HeadView {
-      constexpr int kBytes = C::kCacheElementBytes;
-      return {static_cast<const unsigned char*>(cache) + piece.head * strides.head * kBytes, strides.block * kBytes,
-              strides.slot * kBytes};
-    };
-    views[which][0] = view(p.key_cache, p.key_strides);
-    views[which][1] = view(p.value_cache, p.value_strides);
+    views[which] = {static_cast<const unsigned char*>(p.key_cache) + piece.head * args.key_bytes.head,
+                    static_cast<const unsigned char*>(p.value_cache) + piece.head * args.value_bytes.head,
+                    p.block_table + piece.entry.seq * p.block_table_stride};
+    plain[which] = {(piece.span.full_begin + C::kKeys - 1) / C::kKeys,
+                    args.plain_copies ? min(piece.tile_end, piece.span.full_end / C::kKeys) : 0};
     if (args.partials.unit_tiles == 0 && piece.first && !piece.last)
       args.partials.items[blockIdx.x] = walk.cut_item(piece);
   }
@@ -61,34 +65,34 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
   auto& state = *reinterpret_cast<CtaState<C>*>(smem + C::kShared);
   const AttentionParams& p = args.p;
   const int thread = threadIdx.x, warp = thread / 32;
-  const int ahead = args.stages - 1;  // tiles in flight
+  const int stages = C::kMaxStages == 2 ? 2 : args.stages, ahead = stages - 1;  // tiles in flight
   ptx::pdl_launch_dependents();
   ptx::pdl_wait();
   Loader<C> loader(args, smem);
   using Rows = std::conditional_t<C::kTensorCores, MmaRows<C>, FmaRows<C>>;
 
+  typename Loader<C>::Blocks blocks;  // of the next tile to load, where it is plain
   // Begins to load a piece.  Of the stages, all but the last may be written from here on.
   auto start = [&](int which) {
     const Piece& piece = state.pieces[which];
-    if (loader.looks_up()) {
-      int blocks[kMaxStages];
+    const TileRange plain = state.plain[which];
+    const int begin = piece.tile_begin;
+    loader.begin(state.views[which]);
+    typename Loader<C>::Blocks found[C::kMaxStages];
 #pragma unroll
-      for (int stage = 0; stage < kMaxStages; ++stage)
-        if (stage < args.stages) blocks[stage] = loader.find_block(piece, piece.tile_begin + stage);
-#pragma unroll
-      for (int stage = 0; stage < kMaxStages; ++stage) {
-        if (stage >= args.stages) break;
-        const int tile = piece.tile_begin + stage;
-        loader.publish_address(state.views[which], stage, tile, blocks[stage]);
-        if constexpr (C::kQuantized) loader.load_scale(piece, stage, tile, blocks[stage]);
-      }
-    }
+    for (int stage = 0; stage < C::kMaxStages; ++stage)
+      if (stage < ahead && plain.contains(begin + stage)) found[stage] = loader.find_blocks(begin + stage);
     loader.load_query(piece);
-    __syncthreads();
-    for (int stage = 0; stage < ahead; ++stage) {
-      if (piece.tile_begin + stage < piece.tile_end) loader.load_tile(piece, stage, piece.tile_begin + stage);
+#pragma unroll
+    for (int stage = 0; stage < C::kMaxStages; ++stage) {
+      if (stage >= ahead) break;
+      if (plain.contains(begin + stage))
+        loader.load_plain_tile(piece, stage, begin + stage, found[stage]);
+      else if (begin + stage < piece.tile_end)
+        loader.load_any_tile(piece, stage, begin + stage);
       ptx::cp_async_commit();
     }
+    if (plain.contains(begin + ahead)) blocks = loader.find_blocks(begin + ahead);
   };
 
   Plan plan = args.plan;
@@ -98,7 +102,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
       static_assert(sizeof(PlanScratch<C::kThreads>) <= C::kStageBytes);
       auto& local = *reinterpret_cast<LocalPlan*>(smem + C::kPlan);
       plan = {&local.num_entries, nullptr, local.entries};
-      make_plan(p, args.range, {C::kRows, C::kKeys}, plan,
+      make_plan(p, args.heads, args.range, {C::kRows, C::kKeys}, plan,
                 *reinterpret_cast<PlanScratch<C::kThreads>*>(loader.stage_data(0)));
       __syncthreads();
     }
@@ -120,27 +124,28 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     Rows rows;
     rows.begin();
     const ScoreRule& rule = state.rules[which];
-    int stage = 0, block = -1;
+    const TileRange plain = state.plain[which];
+    const int tile_begin = piece.tile_begin, tile_end = piece.tile_end;
+    const bool modified = rule.modified;
+    int stage = 0;
 #pragma unroll 1
-    for (int tile = piece.tile_begin; tile < piece.tile_end; ++tile) {
+    for (int tile = tile_begin; tile < tile_end; ++tile) {
       wait_copies(ahead - 1);
       // The tile is there for those who read it, and the stage of the tile before is free.
-      if (Loader<C>::kWarpLoadsItsKeys && tile > piece.tile_begin)
+      if (Loader<C>::kWarpLoadsItsKeys && tile > tile_begin)
         __syncwarp();
       else
         __syncthreads();
-      const int next_stage = stage == 0 ? ahead : stage - 1;
-      if (tile + ahead < piece.tile_end) {
-        loader.load_tile(piece, next_stage, tile + ahead);
-        if (C::kQuantized && tile > piece.tile_begin && loader.looks_up())
-          loader.load_scale(piece, next_stage, tile + ahead, block);
-      }
+      const int next = tile + ahead, next_stage = stage == 0 ? ahead : stage - 1;
+      if (plain.contains(next))
+        loader.load_plain_tile(piece, next_stage, next, blocks);
+      else if (next < tile_end)
+        loader.load_any_tile(piece, next_stage, next);
       ptx::cp_async_commit();
-      if (thread == 0 && tile == piece.tile_begin) state.advance(args, which ^ 1);
-      if (loader.looks_up()) block = loader.find_block(piece, tile + args.stages);
+      if (plain.contains(next + 1)) blocks = loader.find_blocks(next + 1);
+      if (thread == 0 && tile == tile_begin) state.advance(args, which ^ 1);
       if constexpr (C::kQuantized && C::kTensorCores) loader.convert_tile(stage);
-      rows.add_tile(args, piece, rule, loader, stage, tile);
-      if (loader.looks_up()) loader.publish_address(state.views[which], stage, tile + args.stages, block);
+      rows.add_tile(args, piece, rule, loader, stage, tile, plain.contains(tile) && !modified);
       stage = stage == ahead ? 0 : stage + 1;
     }
     __syncthreads();

@@ -10,20 +10,20 @@
 
 namespace paged_attn::mma {
 
-constexpr int kMaxStages = 4;
-
 struct KernelArgs {
   AttentionParams p;
   QueryRange range;
-  Divisor group;  // p.num_heads / p.num_kv_heads
+  Heads heads;
   Plan plan;
   Partials partials;
   int min_share;    // least work of a CTA
   bool deals;       // query tiles are dealt whole as far as they fill the grid
-  int block_shift;  // log2 of p.block_size; -1: it is no power of two
+  Divisor block;    // p.block_size
   int stages;       // of the ring that K and V arrive in, at least 2
   int query_bytes;  // a copy: 16 where every row starts at a multiple of 16 bytes, else 8, else 1 (element by element)
   int cache_bytes;  // the same for K and V
+  bool plain_copies;                    // whole rows by 16 bytes, and the keys of a run (Loader) share a block
+  BlockStrides key_bytes, value_bytes;  // strides of the caches
 };
 
 template <class T_, int kHeadDim_, bool kQuantized_, bool kDecode_>
@@ -57,11 +57,12 @@ struct Config {
   // tile pair before use.
   static constexpr int kCacheElementBytes = kQuantized ? 1 : sizeof(T);
   static constexpr int kCacheRowBytes = kHeadDim * kCacheElementBytes;
+  static constexpr int kMaxStages = kTensorCores && !kDecode ? 2 : 4;
   static constexpr int kStageBytes = 2 * kKeys * kCacheRowBytes;
 
   static constexpr int kCtaStateBytes = 640, kLocalPlanBytes = 4160;  // at least sizeof(CtaState), sizeof(LocalPlan)
-  // Shared memory, in bytes from its start.  Per stage, behind the stages: RowAddress [kKeys], and, quantised,
-  // float scales[2][kKeys].
+  // Shared memory, in bytes from its start.  Per stage, behind the stages, quantised: float
+  // scales[2][kKeys].
   static constexpr int kQuery = 0;
   static constexpr int kConverted = kQuery + kRows * kRowBytes;
   static constexpr int kQueryScales = kConverted + (kQuantized && kTensorCores ? 2 * kTileBytes : 0);  // float [kRows]
@@ -69,9 +70,8 @@ struct Config {
   static constexpr int kStates = kShared + kCtaStateBytes;  // float2 [kWarps][kWarpRows]
   static constexpr int kPlan = kStates + (kDecode || !kTensorCores ? kWarps * kWarpRows * 8 : 0);  // LocalPlan
   static constexpr int kStages = (kPlan + (kLocalPlan ? kLocalPlanBytes : 0) + 511) / 512 * 512;
-  static constexpr int kAddressBytes = kKeys * 16;
   static constexpr int kScaleBytes = kQuantized ? 2 * kKeys * 4 : 0;
-  static constexpr int smem_bytes(int stages) { return kStages + stages * (kStageBytes + kAddressBytes + kScaleBytes); }
+  static constexpr int smem_bytes(int stages) { return kStages + stages * (kStageBytes + kScaleBytes); }
 };
 
 __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk, uint32_t row_bytes) {

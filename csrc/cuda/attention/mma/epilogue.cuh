@@ -6,19 +6,26 @@
 
 namespace paged_attn::mma {
 
-// Two neighbouring elements of an output row, times `scale`; a scale of 0 means that no key was seen.
-__device__ __forceinline__ void store_scaled(float* out, float x, float y, float scale) {
-  out[0] = scale == 0.f ? 0.f : x * scale;
-  out[1] = scale == 0.f ? 0.f : y * scale;
+// Four neighbouring elements of an output row, times `scale`; a scale of 0 means that no key was seen.
+__device__ __forceinline__ void store_scaled(float* out, float4 x, float scale) {
+  const bool none = scale == 0.f;
+  out[0] = none ? 0.f : x.x * scale, out[1] = none ? 0.f : x.y * scale;
+  out[2] = none ? 0.f : x.z * scale, out[3] = none ? 0.f : x.w * scale;
 }
 template <class T>
-__device__ __forceinline__ void store_scaled(T* out, float x, float y, float scale) {
-  const uint32_t two = scale == 0.f ? 0u : ptx::pack<T>(x * scale, y * scale);
-  if (reinterpret_cast<uintptr_t>(out) % 4 == 0) {
-    *reinterpret_cast<uint32_t*>(out) = two;
+__device__ __forceinline__ uint2 scaled(float4 x, float scale) {
+  return scale == 0.f ? make_uint2(0, 0)
+                      : make_uint2(ptx::pack<T>(x.x * scale, x.y * scale), ptx::pack<T>(x.z * scale, x.w * scale));
+}
+template <class T>
+__device__ __forceinline__ void store_scaled(T* out, float4 x, float scale) {
+  const uint2 four = scaled<T>(x, scale);
+  if (reinterpret_cast<uintptr_t>(out) % 8 == 0) {
+    *reinterpret_cast<uint2*>(out) = four;
   } else {
-    reinterpret_cast<uint16_t*>(out)[0] = static_cast<uint16_t>(two);
-    reinterpret_cast<uint16_t*>(out)[1] = static_cast<uint16_t>(two >> 16);
+    auto* halves = reinterpret_cast<uint16_t*>(out);
+    halves[0] = static_cast<uint16_t>(four.x), halves[1] = static_cast<uint16_t>(four.x >> 16);
+    halves[2] = static_cast<uint16_t>(four.y), halves[3] = static_cast<uint16_t>(four.y >> 16);
   }
 }
 
@@ -27,9 +34,9 @@ template <class T>
 class Writer {
  public:
   __device__ Writer(const KernelArgs& args, TileShape shape, const Piece& piece)
-      : p_(args.p), shape_(shape), partials_(args.partials), piece_(piece), group_(args.group) {}
+      : p_(args.p), shape_(shape), partials_(args.partials), piece_(piece), group_(args.heads.group) {}
 
-  // Row `row` of the tile, to be followed by its output in pairs.  `maximum` is in log2 units; one of the threads that
+  // Row `row` of the tile, to be followed by its output in fours.  `maximum` is in log2 units; one of the threads that
   // share the row stores the state.
   __device__ void begin_row(int row, float maximum, float sum, bool stores_state) {
     const PlanEntry& e = piece_.entry;
@@ -48,12 +55,23 @@ class Writer {
       if (stores_state) partials_.state[r] = make_float2(maximum, sum);
     }
   }
-  __device__ void store_pair(int d, float x, float y) const {
+  // Columns d, d + kStep, ...: four each.
+  template <int kStep, int kCount>
+  __device__ void store_row(int d, const float4 (&x)[kCount]) const {
+    if (piece_.whole() && reinterpret_cast<uintptr_t>(out_) % 8 == 0 && p_.head_dim == kStep * kCount) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) *reinterpret_cast<uint2*>(out_ + d + i * kStep) = scaled<T>(x[i], scale_);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) store(d + i * kStep, x[i]);
+    }
+  }
+  __device__ void store(int d, float4 x) const {
     if (d >= p_.head_dim) return;
     if (piece_.whole()) {
-      store_scaled(out_ + d, x, y, scale_);
+      store_scaled(out_ + d, x, scale_);
     } else {
-      *reinterpret_cast<float2*>(partial_ + d) = make_float2(x, y);
+      *reinterpret_cast<float4*>(partial_ + d) = x;
     }
   }
 

@@ -24,7 +24,7 @@ class FmaRows {
   }
 
   __device__ void add_tile(const KernelArgs& args, const Piece& piece, const ScoreRule& rule, Loader<C>& loader,
-                           int stage, int tile) {
+                           int stage, int tile, bool) {
     const AttentionParams& p = args.p;
     const Share share(piece);
     if (share.first_row >= piece.num_rows) return;
@@ -78,15 +78,15 @@ class FmaRows {
       }
       writer.begin_row(row, maximum, sum, lane == 0);
 #pragma unroll
-      for (int d = lane * 2; d < C::kHeadDim; d += 64) {
-        float2 o = {0.f, 0.f};
+      for (int d = lane * 4; d < C::kHeadDim; d += 128) {
+        float4 o = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int w = 0; w < C::kWarps; ++w) {
           if (w % share.row_warps != first) continue;
-          const float2 x = *reinterpret_cast<const float2*>(exchange + (w * kWarpRows + place) * C::kHeadDim + d);
-          o.x += weights[w] * x.x, o.y += weights[w] * x.y;
+          const float4 x = *reinterpret_cast<const float4*>(exchange + (w * kWarpRows + place) * C::kHeadDim + d);
+          o.x += weights[w] * x.x, o.y += weights[w] * x.y, o.z += weights[w] * x.z, o.w += weights[w] * x.w;
         }
-        writer.store_pair(d, o.x, o.y);
+        writer.store(d, o);
       }
     }
   }
@@ -171,7 +171,7 @@ class FmaRows {
         mask_scores(s, args, piece, share.first_row, tile * C::kKeys + key0);
       softmax(s, rule.log2_rate);
       if constexpr (C::kQuantized)
-        if (per_token(p.v_scale))
+        if (p.v_scale.per_token())
           for_each_score(s, [&](float& x, int j, int) { x *= loader.scales(stage)[C::kKeys + key0 + j * 4]; });
 #pragma unroll
       for (int j = 0; j < kLaneKeys; ++j)
@@ -200,7 +200,7 @@ class FmaRows {
                                        int first_row, int tile_key, int key0, const float* scales) {
     const AttentionParams& p = args.p;
     for_each_score(s, [&](float& x, int, int) { x *= scale; });
-    if (C::kQuantized && per_token(p.k_scale))
+    if (C::kQuantized && p.k_scale.per_token())
       for_each_score(s, [&](float& x, int j, int) { x *= scales[key0 + j * 4]; });
     if (p.softcap > 0.f) for_each_score(s, [&](float& x, int, int) { x = p.softcap * tanhf(x / p.softcap); });
     if (p.alibi_slopes)

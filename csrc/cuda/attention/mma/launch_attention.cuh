@@ -39,8 +39,8 @@ inline KernelArgs kernel_args(const AttentionParams& p, QueryRange range) {
   KernelArgs args = {};
   args.p = p;
   args.range = range;
-  args.group = Divisor(p.num_heads / p.num_kv_heads);
-  args.block_shift = (p.block_size & (p.block_size - 1)) == 0 ? __builtin_ctz(p.block_size) : -1;
+  args.heads = Heads(p);
+  args.block = Divisor(p.block_size);
   const int query_size = element_size(p.dtype), cache_size = element_size(p.cache_dtype);
   args.query_bytes =
       copy_bytes({p.query}, {p.query_strides.token, p.query_strides.head}, p.head_dim * query_size, query_size);
@@ -48,6 +48,11 @@ inline KernelArgs kernel_args(const AttentionParams& p, QueryRange range) {
                                 {p.key_strides.block, p.key_strides.slot, p.key_strides.head, p.value_strides.block,
                                  p.value_strides.slot, p.value_strides.head},
                                 p.head_dim * cache_size, cache_size);
+  auto in_bytes = [&](const BlockStrides& s) -> BlockStrides {
+    return {s.block * cache_size, s.slot * cache_size, s.head * cache_size};
+  };
+  args.key_bytes = in_bytes(p.key_strides);
+  args.value_bytes = in_bytes(p.value_strides);
   return args;
 }
 
@@ -55,7 +60,7 @@ inline KernelArgs kernel_args(const AttentionParams& p, QueryRange range) {
 template <class C>
 int stages_that_fit(const DeviceInfo& device, int ctas) {
   const int bytes = std::min(device.smem_per_sm / ctas - device.smem_reserved, device.smem_per_block);
-  int stages = kMaxStages;
+  int stages = C::kMaxStages;
   while (stages > 0 && C::smem_bytes(stages) > bytes) --stages;
   return stages < 2 ? 0 : stages;
 }
@@ -71,6 +76,7 @@ void launch_attention(KernelArgs args, bool splits_rows, Workspace& workspace, c
   args.stages = stages_that_fit<C>(device, ctas);
   args.min_share = C::kDecode ? 2 : 4;
   args.deals = !splits_rows;
+  args.plain_copies = args.cache_bytes == 16 && p.head_dim == C::kHeadDim && p.block_size % Loader<C>::kRunRows == 0;
   // Exactly `ctas` CTAs an SM: were there room for more, a grid that starts early could double up on some SMs.
   const int smem_bytes =
       std::min(std::max(C::smem_bytes(args.stages), device.smem_per_sm / (ctas + 1)), device.smem_per_block);

@@ -4,7 +4,6 @@
 #include "../ptx.cuh"
 #include "../widen.cuh"
 #include "config.cuh"
-#include "scales.cuh"
 
 namespace paged_attn::mma {
 
@@ -24,16 +23,16 @@ __device__ __forceinline__ void copy_unaligned(unsigned char* dst, const unsigne
   }
 }
 
-// Where a token's key and value lie; null: they are not to be read.
-using RowAddress = const unsigned char* [2];
-
-// The keys or the values of a KV head.
-struct HeadView {
-  const unsigned char* base;
-  int64_t block_bytes, slot_bytes;
+// What a thread copies of a piece: its chunk of the keys and the values of a KV head, where the blocks begin.
+struct PieceView {
+  const unsigned char *keys, *values;
+  const int32_t* blocks;  // of the sequence
 };
 
 // Moves the keys and values of pieces; attention_kernel says who calls what when, and where the barriers stand.
+//
+// A thread copies one 16-byte chunk of a key, and of its value, for each key of its runs.  In a plain tile (see
+// CtaState) the keys of a run lie in one block.
 template <class C>
 class Loader {
  public:
@@ -43,80 +42,92 @@ class Loader {
   static constexpr bool kWarpLoadsItsKeys = C::kDecode;
   static constexpr int kCopyThreads = kWarpLoadsItsKeys ? 32 : C::kThreads;  // that copy the same rows, kCopyRows
   static constexpr int kCopyRows = kWarpLoadsItsKeys ? C::kWarpKeys : C::kKeys;
-  static constexpr int kRowChunks = C::kCacheRowBytes / 16, kRowsAtOnce = kCopyThreads / kRowChunks;
-  static constexpr int kLoadSteps = kCopyRows / kRowsAtOnce;
+  static constexpr int kRowChunks = C::kCacheRowBytes / 16, kRunsAtOnce = kCopyThreads / kRowChunks;
+  static constexpr int kThreadRows = kCopyRows / kRunsAtOnce;
+  static constexpr int kRunRows = kThreadRows < 8 ? kThreadRows : 8, kRuns = kThreadRows / kRunRows;
+  static_assert(!C::kQuantized || kRunRows <= kRowChunks);
 
-  // Every warp looks up its share of the rows of a tile: a lane the key or, if `looks_up_value`, the value of one.
-  static constexpr int kLookupRows = C::kKeys / C::kWarps;
-  static_assert(kLookupRows <= 16);
-  __device__ static bool looks_up() { return threadIdx.x % 16 < kLookupRows; }
-  __device__ static int lookup_row() { return threadIdx.x / 32 * kLookupRows + threadIdx.x % 16; }
-  __device__ static int looks_up_value() { return threadIdx.x / 16 % 2; }
-
-  // lookup_row of `tile` lies in this block; -1: it is not to be read and becomes 0.
-  __device__ int find_block(const Piece& piece, int tile) const {
-    const int key = tile * C::kKeys + lookup_row();
-    if (tile >= piece.tile_end || key < piece.span.key_begin || key >= piece.span.key_end) return -1;
-    const int column = args_.block_shift >= 0 ? key >> args_.block_shift : key / args_.p.block_size;
-    return __ldg(args_.p.block_table + piece.entry.seq * args_.p.block_table_stride + column);
+  __device__ void begin(const PieceView& view) {
+    view_ = view;
+    view_.keys += chunk() * 16;
+    view_.values += chunk() * 16;
   }
 
-  // Tells those who copy it where lookup_row of the tile for `stage` lies.  `views`: of keys and values.
-  __device__ void publish_address(const HeadView* views, int stage, int tile, int block) {
-    const HeadView& view = views[looks_up_value()];
-    const unsigned char* address = nullptr;
-    if (block >= 0) address = view.base + block * view.block_bytes + slot_of(tile) * view.slot_bytes;
-    addresses(stage)[lookup_row()][looks_up_value()] = address;
+  // The blocks of this thread's runs in a plain tile.
+  struct Blocks {
+    int of_run[kRuns];
+  };
+  __device__ Blocks find_blocks(int tile) const {
+    Blocks blocks;
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run)
+      blocks.of_run[run] = __ldg(view_.blocks + args_.block.quotient(tile * C::kKeys + row_of(run * kRunRows)));
+    return blocks;
   }
 
-  // The scale of lookup_row, where it differs from token to token; 0 for a row that is not read.
-  __device__ void load_scale(const Piece& piece, int stage, int tile, int block) {
-    const ScaleView scale = looks_up_value() ? args_.p.v_scale : args_.p.k_scale;
-    if (!per_token(scale)) return;
-    const int64_t from =
-        block < 0 ? 0
-                  : block * scale.strides.block + slot_of(tile) * scale.strides.slot + piece.head * scale.strides.head;
-    float* to = scales(stage) + looks_up_value() * C::kKeys + lookup_row();
-    ptx::cp_async_4(ptx::smem_address(to), scale.data + from, block < 0 ? 0 : 4);
+  __device__ void load_plain_tile(const Piece& piece, int stage, int tile, const Blocks& blocks) const {
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      const int row0 = row_of(run * kRunRows), slot = slot_of(tile * C::kKeys + row0), block = blocks.of_run[run];
+      const unsigned char* key = view_.keys + block * args_.key_bytes.block + slot * args_.key_bytes.slot;
+      const unsigned char* value = view_.values + block * args_.value_bytes.block + slot * args_.value_bytes.slot;
+#pragma unroll
+      for (int i = 0; i < kRunRows; ++i) {
+        const uint32_t to = ptx::smem_address(place(stage, row0 + i));
+        ptx::cp_async_16(to, key);
+        ptx::cp_async_16(to + C::kStageBytes / 2, value);
+        key += args_.key_bytes.slot;
+        value += args_.value_bytes.slot;
+      }
+      if (C::kQuantized && chunk() < kRunRows) load_scales(piece, stage, row0 + chunk(), true, block, slot + chunk());
+    }
   }
 
-  // Copies a tile whose addresses are published.
-  __device__ void load_tile(const Piece& piece, int stage, int tile) const {
-    const int first_key = tile * C::kKeys;
-    if (args_.cache_bytes != 16) {
-      load_rows(stage, [this](unsigned char* dst, const unsigned char* src, int bytes) {
-        copy_unaligned<C::kCacheElementBytes>(dst, src, bytes, args_.cache_bytes);
-      });
-    } else if (args_.p.head_dim == C::kHeadDim && first_key >= piece.span.key_begin &&
-               first_key + C::kKeys <= piece.span.key_end) {
-      load_whole_rows(stage);
-    } else {
-      load_rows(stage, [](unsigned char* dst, const unsigned char* src, int bytes) {
+  // The same for any tile: keys outside the piece's span become 0.
+  __device__ void load_any_tile(const Piece& piece, int stage, int tile) const {
+    if (args_.cache_bytes == 16)
+      load_rows<kRunRows>(piece, stage, tile, [](unsigned char* dst, const unsigned char* src, int bytes) {
         ptx::cp_async_16(ptx::smem_address(dst), src, bytes);
       });
-    }
+    else
+      load_rows<1>(piece, stage, tile, [this](unsigned char* dst, const unsigned char* src, int bytes) {
+        copy_unaligned<C::kCacheElementBytes>(dst, src, bytes, args_.cache_bytes);
+      });
   }
 
   // The query rows of the piece's tile; rows behind the last are 0.
   __device__ void load_query(const Piece& piece) {
     const AttentionParams& p = args_.p;
     constexpr int kRowChunks = C::kRowBytes / 16, kRowsAtOnce = C::kThreads / kRowChunks;
-    const PlanEntry& e = piece.entry;
-    const int chunk = threadIdx.x % kRowChunks;
+    const int chunk = threadIdx.x % kRowChunks, num_rows = piece.num_rows;
     constexpr int kElementBytes = sizeof(typename C::T);
     const int there = max(0, min(16, p.head_dim * kElementBytes - chunk * 16));
-#pragma unroll 2
+    const Divisor& group = args_.heads.group;
+    const int64_t token_bytes = p.query_strides.token * kElementBytes,
+                  head_bytes = p.query_strides.head * kElementBytes;
+    const int packed = piece.entry.first_row + static_cast<int>(threadIdx.x) / kRowChunks;
+    const int token = group.quotient(packed);
+    int head = packed - token * group.value;  // head within the group
+    const unsigned char* from = static_cast<const unsigned char*>(p.query) +
+                                (piece.entry.q_begin + token) * token_bytes +
+                                (piece.head * group.value + head) * head_bytes + chunk * 16;
+    const int tokens_on = group.quotient(kRowsAtOnce), heads_on = kRowsAtOnce - tokens_on * group.value;
+    const int64_t bytes_on = tokens_on * token_bytes + heads_on * head_bytes;
+    const int64_t wrap_bytes = token_bytes - group.value * head_bytes;
+#pragma unroll 4
     for (int row = threadIdx.x / kRowChunks; row < C::kRows; row += kRowsAtOnce) {
-      const int packed = e.first_row + min(row, piece.num_rows - 1), token = args_.group.quotient(packed);
-      const int head = piece.head * args_.group.value + packed - token * args_.group.value;
-      const int64_t from = (e.q_begin + token) * p.query_strides.token + head * p.query_strides.head;
       unsigned char* to = query() + chunk_place<C>(row, chunk);
-      const unsigned char* source = static_cast<const unsigned char*>(p.query) + from * kElementBytes + chunk * 16;
-      const int bytes = row < piece.num_rows ? there : 0;
+      const int bytes = row < num_rows ? there : 0;
       if (args_.query_bytes == 16)
-        ptx::cp_async_16(ptx::smem_address(to), source, bytes);
+        ptx::cp_async_16(ptx::smem_address(to), from, bytes);
       else
-        copy_unaligned<kElementBytes>(to, source, bytes, args_.query_bytes);
+        copy_unaligned<kElementBytes>(to, from, bytes, args_.query_bytes);
+      from += bytes_on;
+      head += heads_on;
+      if (head >= group.value) {
+        head -= group.value;
+        from += wrap_bytes;
+      }
     }
     if constexpr (C::kScaledQuery) {
       ptx::cp_async_commit();
@@ -149,60 +160,61 @@ class Loader {
   }
   __device__ unsigned char* stage_data(int stage) const { return smem_ + C::kStages + stage * C::kStageBytes; }
   __device__ float* scales(int stage) const {
-    return reinterpret_cast<float*>(smem_ + C::kStages + args_.stages * (C::kStageBytes + C::kAddressBytes) +
-                                    stage * C::kScaleBytes);
+    return reinterpret_cast<float*>(smem_ + C::kStages + args_.stages * C::kStageBytes + stage * C::kScaleBytes);
   }
 
  private:
-  // The row of step 0 that this thread copies.
-  __device__ static int first_row() {
-    return (kWarpLoadsItsKeys ? threadIdx.x / 32 * C::kWarpKeys : 0) + threadIdx.x % kCopyThreads / kRowChunks;
+  __device__ static int chunk() { return threadIdx.x % kRowChunks; }
+  // The rows of this thread, 0 to kThreadRows - 1.
+  __device__ static int row_of(int i) {
+    const int warp_row = kWarpLoadsItsKeys ? threadIdx.x / 32 * C::kWarpKeys : 0;
+    return warp_row + (i / kRunRows * kRunsAtOnce + threadIdx.x % kCopyThreads / kRowChunks) * kRunRows + i % kRunRows;
   }
-  __device__ int slot_of(int tile) const {
-    const int key = tile * C::kKeys + lookup_row();
-    return args_.block_shift >= 0 ? key & (args_.p.block_size - 1) : key % args_.p.block_size;
+  __device__ int slot_of(int key) const { return key - args_.block.quotient(key) * args_.block.value; }
+
+  // Of this thread's chunk of a key; its value lies kStageBytes / 2 behind.
+  __device__ __forceinline__ unsigned char* place(int stage, int row) const {
+    return stage_data(stage) + (C::kQuantized ? row * C::kCacheRowBytes + chunk() * 16 : chunk_place<C>(row, chunk()));
   }
 
-  // Of a key; its value lies kStageBytes / 2 behind.
-  __device__ __forceinline__ unsigned char* place(int stage, int row, int chunk) const {
-    return stage_data(stage) + (C::kQuantized ? row * C::kCacheRowBytes + chunk * 16 : chunk_place<C>(row, chunk));
-  }
-  // Some steps' addresses are read before the first copy, so that they arrive together.
-  __device__ __forceinline__ void load_whole_rows(int stage) const {
-    constexpr int kBatch = kLoadSteps < 8 ? kLoadSteps : 8;
-    const int row0 = first_row(), chunk = threadIdx.x % kRowChunks;
-#pragma unroll
-    for (int step0 = 0; step0 < kLoadSteps; step0 += kBatch) {
-      const unsigned char *keys[kBatch], *values[kBatch];
+  // kBatch rows' blocks are read before the first copy, so that they arrive together.
+  template <int kBatch, class Copy>
+  __device__ void load_rows(const Piece& piece, int stage, int tile, Copy copy) const {
+    const int there =
+        min(16, args_.p.head_dim * C::kCacheElementBytes - chunk() * 16);  // the rest of kHeadDim becomes 0
+    const KeySpan& span = piece.span;
+#pragma unroll 1
+    for (int row0 = 0; row0 < kThreadRows; row0 += kBatch) {
+      int blocks[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const RowAddress& from = addresses(stage)[row0 + (step0 + i) * kRowsAtOnce];
-        const auto both = *reinterpret_cast<const ulonglong2*>(&from);
-        keys[i] = reinterpret_cast<const unsigned char*>(both.x);
-        values[i] = reinterpret_cast<const unsigned char*>(both.y);
+        const int key = max(0, min(tile * C::kKeys + row_of(row0 + i), span.key_end - 1));
+        blocks[i] = __ldg(view_.blocks + args_.block.quotient(key));
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const uint32_t to = ptx::smem_address(place(stage, row0 + (step0 + i) * kRowsAtOnce, chunk));
-        ptx::cp_async_16(to, keys[i] + chunk * 16);
-        ptx::cp_async_16(to + C::kStageBytes / 2, values[i] + chunk * 16);
+        const int row = row_of(row0 + i), key = tile * C::kKeys + row, slot = slot_of(key), block = blocks[i];
+        const bool seen = key >= span.key_begin && key < span.key_end, read = seen && there > 0;
+        const int64_t from_key = block * args_.key_bytes.block + slot * args_.key_bytes.slot;
+        const int64_t from_value = block * args_.value_bytes.block + slot * args_.value_bytes.slot;
+        unsigned char* to = place(stage, row);
+        copy(to, read ? view_.keys + from_key : nowhere(), read ? there : 0);
+        copy(to + C::kStageBytes / 2, read ? view_.values + from_value : nowhere(), read ? there : 0);
+        if (C::kQuantized && chunk() == (row0 + i) % kRunRows) load_scales(piece, stage, row, seen, block, slot);
       }
     }
   }
-  // The same for rows that are not to be read or end early.
-  template <class Copy>
-  __device__ void load_rows(int stage, Copy copy) const {
-    const int row0 = first_row(), chunk = threadIdx.x % kRowChunks;
-    const int there = min(16, args_.p.head_dim * C::kCacheElementBytes - chunk * 16);  // the rest of kHeadDim becomes 0
-    const auto* nowhere = static_cast<const unsigned char*>(args_.p.key_cache);
-#pragma unroll 1
-    for (int step = 0; step < kLoadSteps; ++step) {
-      const int row = row0 + step * kRowsAtOnce;
-      const RowAddress& from = addresses(stage)[row];
-      unsigned char* to = place(stage, row, chunk);
-      const bool read = from[0] != nullptr && there > 0;
-      copy(to, read ? from[0] + chunk * 16 : nowhere, read ? there : 0);
-      copy(to + C::kStageBytes / 2, read ? from[1] + chunk * 16 : nowhere, read ? there : 0);
+  __device__ const unsigned char* nowhere() const { return static_cast<const unsigned char*>(args_.p.key_cache); }
+
+  // The scales of a row where they differ from token to token; 0 for a row that is not seen.
+  __device__ void load_scales(const Piece& piece, int stage, int row, bool seen, int block, int slot) const {
+    float* to = scales(stage) + row;
+    for (const ScaleView* scale : {&args_.p.k_scale, &args_.p.v_scale}) {
+      const BlockStrides& s = scale->strides;
+      if (scale->per_token())
+        ptx::cp_async_4(ptx::smem_address(to),
+                        scale->data + (seen ? block * s.block + slot * s.slot + piece.head * s.head : 0), seen ? 4 : 0);
+      to += C::kKeys;
     }
   }
 
@@ -247,12 +259,9 @@ class Loader {
     }
   }
 
-  __device__ RowAddress* addresses(int stage) const {
-    return reinterpret_cast<RowAddress*>(smem_ + C::kStages + args_.stages * C::kStageBytes + stage * C::kAddressBytes);
-  }
-
   const KernelArgs& args_;
   unsigned char* smem_;
+  PieceView view_;
 };
 
 }  // namespace paged_attn::mma

@@ -42,36 +42,32 @@ __device__ void merge_row(const AttentionParams& p, const Partials& partials, in
 #pragma unroll
   for (int v = 0; v < kMaxVectors; ++v) {
     const int d = v * 128 + lane * 4;
-    if (d < p.head_dim) {
-      store_scaled(out + d, acc[v].x, acc[v].y, end.output_scale);
-      store_scaled(out + d + 2, acc[v].z, acc[v].w, end.output_scale);
-    }
+    if (d < p.head_dim) store_scaled(out + d, acc[v], end.output_scale);
   }
   if (p.lse && lane == 0) p.lse[int64_t{token} * p.num_heads + head] = end.lse;
 }
 
 // The rows of an item, shared out among the warps of blockIdx.y: merge(row, token, head).
 template <class Merge>
-__device__ void for_each_row(const AttentionParams& p, TileShape shape, const PlanEntry& e, int kv_head, Merge merge) {
-  const int group = p.num_heads / p.num_kv_heads;
-  const int rows = min(shape.rows, e.q_len * group - e.first_row);
+__device__ void for_each_row(const Heads& heads, TileShape shape, const PlanEntry& e, int kv_head, Merge merge) {
+  const int group = heads.group.value, rows = min(shape.rows, e.q_len * group - e.first_row);
   for (int r = blockIdx.y * kWarps + threadIdx.x / 32; r < rows; r += gridDim.y * kWarps) {
-    const int packed = e.first_row + r;
-    merge(r, packed / group, kv_head * group + packed % group);
+    const int packed = e.first_row + r, token = heads.group.quotient(packed);
+    merge(r, token, kv_head * group + packed - token * group);
   }
 }
 
 // blockIdx.x is a CTA of the attention kernel; its cut item is merged.
 template <class T>
 __global__ void __launch_bounds__(kWarps * 32)
-    merge_kernel(const __grid_constant__ AttentionParams p, TileShape shape, Partials partials) {
+    merge_kernel(const __grid_constant__ AttentionParams p, Heads heads, TileShape shape, Partials partials) {
   ptx::pdl_launch_dependents();
   ptx::pdl_wait();
   const int cta = blockIdx.x;
   const CutItem item = partials.items[cta];
   if (item.num_parts == 0) return;
   const PlanEntry& e = item.entry;
-  for_each_row(p, shape, e, item.head, [&](int r, int token, int head) {
+  for_each_row(heads, shape, e, item.head, [&](int r, int token, int head) {
     auto part = [&](int i) { return partials.balanced_row(shape, cta + i, i == 0, r); };
     merge_row<T>(p, partials, item.num_parts, part, e.q_begin + token, head);
   });
@@ -81,16 +77,17 @@ __global__ void __launch_bounds__(kWarps * 32)
 // itself: those that only other rows of its tile see would add nothing.
 template <class T>
 __global__ void __launch_bounds__(kWarps * 32)
-    merge_units_kernel(const __grid_constant__ AttentionParams p, TileShape shape, Plan plan, Partials partials) {
+    merge_units_kernel(const __grid_constant__ AttentionParams p, Heads heads, TileShape shape, Plan plan,
+                       Partials partials) {
   ptx::pdl_launch_dependents();
   ptx::pdl_wait();
   for (int i = blockIdx.x; i < *plan.num_entries; i += gridDim.x) {
     const PlanEntry e = plan.entries[i];
-    const KeySpan span = key_span(p, shape, e);
+    const KeySpan span = key_span(p, heads, shape, e);
     const int first_unit = span.tile_begin / partials.unit_tiles;
     const int last_unit = (span.tile_end - 1) / partials.unit_tiles;
     if (first_unit == last_unit) continue;
-    for_each_row(p, shape, e, blockIdx.z, [&](int, int token, int head) {
+    for_each_row(heads, shape, e, blockIdx.z, [&](int, int token, int head) {
       const int position = e.seq_len - e.q_len + token;
       const int end = p.causal ? min(position + 1, e.seq_len) : e.seq_len;
       const int begin = p.window_size > 0 ? max(0, position - p.window_size + 1) : 0;
@@ -109,11 +106,11 @@ void launch(const AttentionParams& p, QueryRange range, TileShape shape, const P
   const unsigned row_blocks = static_cast<unsigned>(std::min<int64_t>(8, (rows + kWarps - 1) / kWarps));
   if (partials.unit_tiles == 0) {
     const dim3 grid(num_ctas, row_blocks);
-    launch_kernel(merge_kernel<T>, grid, kWarps * 32, 0, stream, dependent, p, shape, partials);
+    launch_kernel(merge_kernel<T>, grid, kWarps * 32, 0, stream, dependent, p, Heads(p), shape, partials);
   } else {
     const dim3 grid(static_cast<unsigned>(std::min<int64_t>(max_plan_entries(p, range, shape), 1024)), row_blocks,
                     p.num_kv_heads);
-    launch_kernel(merge_units_kernel<T>, grid, kWarps * 32, 0, stream, dependent, p, shape, plan, partials);
+    launch_kernel(merge_units_kernel<T>, grid, kWarps * 32, 0, stream, dependent, p, Heads(p), shape, plan, partials);
   }
 }
 

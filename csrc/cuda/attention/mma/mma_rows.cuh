@@ -25,7 +25,7 @@ class MmaRows {
 
   // Adds the warp's keys of one tile.
   __device__ void add_tile(const KernelArgs& args, const Piece& piece, const ScoreRule& rule, Loader<C>& loader,
-                           int stage, int tile) {
+                           int stage, int tile, bool plain) {
     const AttentionParams& p = args.p;
     const int warp = threadIdx.x / 32;
     const int row0 = C::kDecode ? 0 : warp * C::kWarpRows, key0 = C::kDecode ? warp * C::kWarpKeys : 0;
@@ -39,12 +39,14 @@ class MmaRows {
       const float* query_scales = loader.query_scales() + row0 + threadIdx.x % 32 / 4;
       for_each_score(s, [&](float& x, int m, int h, int) { x *= query_scales[m * 16 + h * 8]; });
     }
-    if (rule.modified) modify_scores(s, args, piece, rule.scale, row0, first_key, scales);
-    if (first_key < piece.span.full_begin || first_key + C::kWarpKeys > piece.span.full_end)
-      mask_scores(s, args, piece, row0, first_key);
+    if (!plain) {
+      if (rule.modified) modify_scores(s, args, piece, rule.scale, row0, first_key, scales);
+      if (first_key < piece.span.full_begin || first_key + C::kWarpKeys > piece.span.full_end)
+        mask_scores(s, args, piece, row0, first_key);
+    }
     softmax(s, rule.log2_rate);
     if constexpr (C::kQuantized)
-      if (per_token(p.v_scale)) scale_probabilities(s, scales + C::kKeys);
+      if (p.v_scale.per_token()) scale_probabilities(s, scales + C::kKeys);
     multiply_values(s, keys + C::kTileBytes);
   }
 
@@ -54,7 +56,7 @@ class MmaRows {
                          float* exchange) {
     float value_scale = 1.f;
     if constexpr (C::kQuantized)
-      value_scale = per_token(args.p.v_scale) ? value_unit_ : head_scale(args.p.v_scale, piece.head);
+      value_scale = args.p.v_scale.per_token() ? value_unit_ : head_scale(args.p.v_scale, piece.head);
     reduce_sum();
     if constexpr (C::kDecode)
       merge_warps_and_store(args, piece, value_scale, states, exchange);
@@ -110,7 +112,7 @@ class MmaRows {
                                        int first_row, int first_key, const float* scales) {
     const AttentionParams& p = args.p;
     for_each_score(s, [&](float& x, int, int, int) { x *= scale; });
-    if (C::kQuantized && per_token(p.k_scale))
+    if (C::kQuantized && p.k_scale.per_token())
       for_each_score(s, [&](float& x, int, int, int column) { x *= scales[column]; });
     if (p.softcap > 0.f) for_each_score(s, [&](float& x, int, int, int) { x = soft_cap(x, p.softcap); });
     if (p.alibi_slopes) {
@@ -164,20 +166,25 @@ class MmaRows {
         grows |= x * rate > reference_[m][h];
       }
     if (__any_sync(~0u, grows)) {
+      float factor[C::kRowTiles][2];
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          float x = largest[m][h], &reference = reference_[m][h];
+          float x = largest[m][h];
           x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
           x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-          if (!(x * rate > reference)) continue;
-          const float factor = ptx::exp2(reference - x * rate);
-          reference = x * rate;
-          sum_[m][h] *= factor;
-#pragma unroll
-          for (int n = 0; n < kDimTiles; ++n) out_[m][n][h * 2] *= factor, out_[m][n][h * 2 + 1] *= factor;
+          const float reference = fmaxf(reference_[m][h], x * rate);
+          factor[m][h] = ptx::exp2(reference_[m][h] - exp2_reference(reference));
+          reference_[m][h] = reference;
+          sum_[m][h] *= factor[m][h];
         }
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) out_[m][n][i] *= factor[m][i / 2];
     }
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m)
@@ -269,11 +276,20 @@ class MmaRows {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = warp * C::kWarpRows + m * 16 + h * 8 + lane / 4;
-        if (row >= piece.num_rows) continue;
-        writer.begin_row(row, reference_[m][h], sum_[m][h], lane % 4 == 0);
+        const bool stored = row < piece.num_rows;
+        if (stored) writer.begin_row(row, reference_[m][h], sum_[m][h], lane % 4 == 0);
+        // Two neighbouring lanes hold four columns of each of two column tiles; either lane takes those of one.
+        const bool odd = lane % 2 == 1;
+        float4 fours[kDimTiles / 2];
 #pragma unroll
-        for (int n = 0; n < kDimTiles; ++n)
-          writer.store_pair(n * 8 + lane % 4 * 2, out_[m][n][h * 2] * value_scale, out_[m][n][h * 2 + 1] * value_scale);
+        for (int n = 0; n < kDimTiles; n += 2) {
+          const float2 low = {out_[m][n][h * 2] * value_scale, out_[m][n][h * 2 + 1] * value_scale};
+          const float2 high = {out_[m][n + 1][h * 2] * value_scale, out_[m][n + 1][h * 2 + 1] * value_scale};
+          const float x = __shfl_xor_sync(~0u, odd ? low.x : high.x, 1);
+          const float y = __shfl_xor_sync(~0u, odd ? low.y : high.y, 1);
+          fours[n / 2] = odd ? make_float4(x, y, high.x, high.y) : make_float4(low.x, low.y, x, y);
+        }
+        if (stored) writer.template store_row<16>(odd * 8 + lane % 4 / 2 * 4, fours);
       }
   }
 
@@ -317,14 +333,14 @@ class MmaRows {
     }
     writer.begin_row(row, maximum, sum, part == 0);
 #pragma unroll 4
-    for (int d = part * 2; d < args.p.head_dim; d += kRowThreads * 2) {
-      float2 o = {0.f, 0.f};
+    for (int d = part * 4; d < args.p.head_dim; d += kRowThreads * 4) {
+      float4 o = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int w = 0; w < C::kWarps; ++w) {
-        const float2 x = *reinterpret_cast<const float2*>(exchange + place(w, row, d));
-        o.x += x.x, o.y += x.y;
+        const float4 x = *reinterpret_cast<const float4*>(exchange + place(w, row, d));
+        o.x += x.x, o.y += x.y, o.z += x.z, o.w += x.w;
       }
-      writer.store_pair(d, o.x, o.y);
+      writer.store(d, o);
     }
   }
 

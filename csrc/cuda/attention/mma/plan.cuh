@@ -40,9 +40,8 @@ struct PlanScratch {
 // Writes the list of a call.  All threads of one CTA: a thread takes a sequence to count its query tiles, then a query
 // tile to find its sequence and its cost.
 template <int kThreads>
-__device__ void make_plan(const AttentionParams& p, QueryRange range, TileShape shape, const Plan& plan,
-                          PlanScratch<kThreads>& scratch) {
-  const int group = p.num_heads / p.num_kv_heads;
+__device__ void make_plan(const AttentionParams& p, const Heads& heads, QueryRange range, TileShape shape,
+                          const Plan& plan, PlanScratch<kThreads>& scratch) {
   const int capacity = static_cast<int>(min(static_cast<int64_t>(INT_MAX), int64_t{p.max_blocks} * p.block_size));
   int entries = 0;
   int64_t cost = 0;
@@ -56,8 +55,8 @@ __device__ void make_plan(const AttentionParams& p, QueryRange range, TileShape 
     }
     const bool served = len > 0 && q_len > 0 && q_len >= range.min_len && q_len <= range.max_len;
     int tiles;
-    scratch.first_tiles[threadIdx.x] =
-        exclusive_scan<kThreads>(served ? (q_len * group - 1) / shape.rows + 1 : 0, scratch.warp_counts, tiles);
+    scratch.first_tiles[threadIdx.x] = exclusive_scan<kThreads>(
+        served ? (q_len * heads.group.value - 1) / shape.rows + 1 : 0, scratch.warp_counts, tiles);
     scratch.q_begins[threadIdx.x] = q_begin;
     scratch.q_lens[threadIdx.x] = q_len;
     scratch.lens[threadIdx.x] = len;
@@ -75,7 +74,7 @@ __device__ void make_plan(const AttentionParams& p, QueryRange range, TileShape 
         e.seq_len = scratch.lens[low];
         e.seq = s0 + low;
         e.first_row = (t - scratch.first_tiles[low]) * shape.rows;
-        const KeySpan span = key_span(p, shape, e);
+        const KeySpan span = key_span(p, heads, shape, e);
         work = int64_t{p.num_kv_heads} * (span.tile_end - span.tile_begin);
       }
       int64_t sum;

@@ -18,6 +18,14 @@ struct TileShape {
   int rows, keys;  // packed query rows and keys of a tile
 };
 
+// Head counts that are divided by.
+struct Heads {
+  Divisor group, kv;  // query heads of a KV head; KV heads
+
+  Heads() = default;
+  explicit Heads(const AttentionParams& p) : group(p.num_heads / p.num_kv_heads), kv(p.num_kv_heads) {}
+};
+
 // A query tile of the list.  An entry behind the last one holds the list's length in `begin`.
 struct alignas(16) PlanEntry {
   int64_t begin;  // work before it, in (KV head, key tile) pairs
@@ -43,10 +51,10 @@ struct KeySpan {
   int full_begin, full_end;  // seen by every row
 };
 
-__device__ inline KeySpan key_span(const AttentionParams& p, TileShape shape, const PlanEntry& e) {
-  const int group = p.num_heads / p.num_kv_heads;
-  const int first_position = e.seq_len - e.q_len + e.first_row / group;
-  const int last_position = e.seq_len - e.q_len + min((e.first_row + shape.rows - 1) / group, e.q_len - 1);
+__device__ inline KeySpan key_span(const AttentionParams& p, const Heads& heads, TileShape shape, const PlanEntry& e) {
+  const int first_position = e.seq_len - e.q_len + heads.group.quotient(e.first_row);
+  const int last_token = min(heads.group.quotient(e.first_row + shape.rows - 1), e.q_len - 1);
+  const int last_position = e.seq_len - e.q_len + last_token;
   KeySpan s;
   s.key_begin = p.window_size > 0 ? max(0, first_position - p.window_size + 1) : 0;
   s.key_end = p.causal ? max(0, min(e.seq_len, last_position + 1)) : e.seq_len;
@@ -102,12 +110,13 @@ class Walk {
   // A turn at the items that are dealt, for `next`; drawn early, so that it is there when it is needed.
   __device__ int draw() { return num_cut_ < num_items_ ? atomicAdd(plan_.num_dealt, 1) : 0; }
 
-  __device__ bool next(const AttentionParams& p, TileShape shape, int turn, Piece& piece) {
+  __device__ bool next(const AttentionParams& p, const Heads& heads, TileShape shape, int turn, Piece& piece) {
     if (num_cut_ < num_items_) {
       const int item = num_items_ - 1 - turn;
       if (item >= num_cut_) {
-        fill(p, shape, plan_.entries[item / p.num_kv_heads], piece);
-        piece.head = item % p.num_kv_heads;
+        const int entry = heads.kv.quotient(item);
+        fill(p, heads, shape, plan_.entries[entry], piece);
+        piece.head = item - entry * heads.kv.value;
         piece.tile_begin = piece.span.tile_begin;
         piece.tile_end = piece.span.tile_end;
         piece.first = piece.last = true;
@@ -120,7 +129,7 @@ class Walk {
         ++index_;
         load();
       }
-      fill(p, shape, entry_, piece);
+      fill(p, heads, shape, entry_, piece);
       const unsigned tiles = piece.span.tile_end - piece.span.tile_begin;
       const unsigned offset = static_cast<unsigned>(position_ - entry_.begin);
       piece.head = offset / tiles;
@@ -160,10 +169,11 @@ class Walk {
     }
     return low;
   }
-  __device__ void fill(const AttentionParams& p, TileShape shape, const PlanEntry& entry, Piece& piece) const {
+  __device__ static void fill(const AttentionParams& p, const Heads& heads, TileShape shape, PlanEntry entry,
+                              Piece& piece) {
     piece.entry = entry;
-    piece.span = key_span(p, shape, entry);
-    piece.num_rows = min(shape.rows, entry.q_len * (p.num_heads / p.num_kv_heads) - entry.first_row);
+    piece.span = key_span(p, heads, shape, entry);
+    piece.num_rows = min(shape.rows, entry.q_len * heads.group.value - entry.first_row);
   }
   __device__ void load() {
     entry_ = plan_.entries[index_];

@@ -2,9 +2,13 @@
 #pragma once
 
 #include "config.cuh"
-#include "scales.cuh"
 
 namespace paged_attn::mma {
+
+// The scale of a KV head where it does not vary from token to token; else 1.
+__device__ inline float head_scale(const ScaleView& scale, int head) {
+  return scale.data && !scale.per_token() ? scale.data[head * scale.strides.head] : 1.f;
+}
 
 // The same for all rows of a piece.
 struct ScoreRule {
@@ -20,7 +24,7 @@ __device__ inline ScoreRule score_rule(const AttentionParams& p, int head) {
   rule.modified = p.softcap > 0.f || p.alibi_slopes;
   if constexpr (C::kQuantized) {
     rule.scale *= head_scale(p.k_scale, head);
-    rule.modified |= per_token(p.k_scale);
+    rule.modified |= p.k_scale.per_token();
   }
   rule.modified |= !(rule.scale > 0.f);  // a maximum of raw products would be the wrong one
   rule.log2_rate = rule.modified ? kLog2e : rule.scale * kLog2e;
@@ -34,8 +38,8 @@ struct RowPlace {
 
   __device__ RowPlace(const KernelArgs& args, const Piece& piece, int row) {
     const AttentionParams& p = args.p;
-    const int packed = piece.entry.first_row + row, token = args.group.quotient(packed);
-    head = piece.head * args.group.value + packed - token * args.group.value;
+    const int packed = piece.entry.first_row + row, token = args.heads.group.quotient(packed);
+    head = piece.head * args.heads.group.value + packed - token * args.heads.group.value;
     position = piece.entry.seq_len - piece.entry.q_len + token;
     key_begin = p.window_size > 0 ? position - p.window_size + 1 : 0;
     key_end = p.causal ? min(position + 1, piece.entry.seq_len) : piece.entry.seq_len;
