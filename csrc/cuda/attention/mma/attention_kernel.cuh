@@ -19,11 +19,6 @@ __device__ __forceinline__ void wait_copies(int pending) {
     ptx::cp_async_wait<2>();
 }
 
-struct TileRange {
-  int begin, end;
-  __device__ bool contains(int tile) const { return tile >= begin && tile < end; }
-};
-
 // What the threads of a CTA share, in shared memory to spare their registers.  Thread 0 writes it.
 template <class C>
 struct CtaState {
@@ -31,9 +26,8 @@ struct CtaState {
   Piece pieces[2];  // the present one and the next, taking turns
   ScoreRule rules[2];
   PieceView views[2];
-  TileRange plain[2];  // tiles that every row sees whole, and that are copied without conditions
-  bool more[2];        // there is a piece
-  int turn;            // drawn for the next one
+  bool more[2];  // there is a piece
+  int turn;      // drawn for the next one
 
   __device__ void advance(const KernelArgs& args, int which) {
     const AttentionParams& p = args.p;
@@ -43,8 +37,10 @@ struct CtaState {
     rules[which] = score_rule<C>(p, piece.head);
     views[which] = {static_cast<const unsigned char*>(p.key_cache) + piece.head * args.key_bytes.head,
                     static_cast<const unsigned char*>(p.value_cache) + piece.head * args.value_bytes.head,
-                    p.block_table + piece.entry.seq * p.block_table_stride};
-    plain[which] = {(piece.span.full_begin + C::kKeys - 1) / C::kKeys,
+                    p.block_table + piece.entry.seq * p.block_table_stride,
+                    piece.tile_begin,
+                    piece.tile_end,
+                    (piece.span.full_begin + C::kKeys - 1) / C::kKeys,
                     args.plain_copies ? min(piece.tile_end, piece.span.full_end / C::kKeys) : 0};
     if (args.partials.unit_tiles == 0 && piece.first && !piece.last)
       args.partials.items[blockIdx.x] = walk.cut_item(piece);
@@ -65,7 +61,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
   auto& state = *reinterpret_cast<CtaState<C>*>(smem + C::kShared);
   const AttentionParams& p = args.p;
   const int thread = threadIdx.x, warp = thread / 32;
-  const int stages = C::kMaxStages == 2 ? 2 : args.stages, ahead = stages - 1;  // tiles in flight
+  const int ahead = C::kMaxStages == 2 ? 1 : args.stages - 1;  // tiles in flight
   ptx::pdl_launch_dependents();
   ptx::pdl_wait();
   Loader<C> loader(args, smem);
@@ -75,24 +71,23 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
   // Begins to load a piece.  Of the stages, all but the last may be written from here on.
   auto start = [&](int which) {
     const Piece& piece = state.pieces[which];
-    const TileRange plain = state.plain[which];
-    const int begin = piece.tile_begin;
-    loader.begin(state.views[which]);
+    const PieceView view = state.views[which];
+    const int begin = view.tile_begin;
     typename Loader<C>::Blocks found[C::kMaxStages];
 #pragma unroll
     for (int stage = 0; stage < C::kMaxStages; ++stage)
-      if (stage < ahead && plain.contains(begin + stage)) found[stage] = loader.find_blocks(begin + stage);
+      if (stage < ahead && view.plain(begin + stage)) found[stage] = loader.find_blocks(view, begin + stage);
     loader.load_query(piece);
 #pragma unroll
     for (int stage = 0; stage < C::kMaxStages; ++stage) {
       if (stage >= ahead) break;
-      if (plain.contains(begin + stage))
-        loader.load_plain_tile(piece, stage, begin + stage, found[stage]);
-      else if (begin + stage < piece.tile_end)
-        loader.load_any_tile(piece, stage, begin + stage);
+      if (view.plain(begin + stage))
+        loader.load_plain_tile(view, piece.head, stage, begin + stage, found[stage]);
+      else if (begin + stage < view.tile_end)
+        loader.load_any_tile(view, piece, stage, begin + stage);
       ptx::cp_async_commit();
     }
-    if (plain.contains(begin + ahead)) blocks = loader.find_blocks(begin + ahead);
+    if (view.plain(begin + ahead)) blocks = loader.find_blocks(view, begin + ahead);
   };
 
   Plan plan = args.plan;
@@ -122,32 +117,32 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
   for (int which = 0; state.more[which]; which ^= 1) {
     const Piece& piece = state.pieces[which];
     Rows rows;
-    rows.begin();
+    rows.begin(piece);
     const ScoreRule& rule = state.rules[which];
-    const TileRange plain = state.plain[which];
-    const int tile_begin = piece.tile_begin, tile_end = piece.tile_end;
     const bool modified = rule.modified;
-    int stage = 0;
+    int stage = 0, tile = piece.tile_begin;
+    PieceView view;
 #pragma unroll 1
-    for (int tile = tile_begin; tile < tile_end; ++tile) {
+    do {
+      view = state.views[which];  // here, where it arrives while the barrier is waited for
       wait_copies(ahead - 1);
       // The tile is there for those who read it, and the stage of the tile before is free.
-      if (Loader<C>::kWarpLoadsItsKeys && tile > tile_begin)
+      if (Loader<C>::kWarpLoadsItsKeys && tile > view.tile_begin)
         __syncwarp();
       else
         __syncthreads();
       const int next = tile + ahead, next_stage = stage == 0 ? ahead : stage - 1;
-      if (plain.contains(next))
-        loader.load_plain_tile(piece, next_stage, next, blocks);
-      else if (next < tile_end)
-        loader.load_any_tile(piece, next_stage, next);
+      if (view.plain(next))
+        loader.load_plain_tile(view, piece.head, next_stage, next, blocks);
+      else if (next < view.tile_end)
+        loader.load_any_tile(view, piece, next_stage, next);
       ptx::cp_async_commit();
-      if (plain.contains(next + 1)) blocks = loader.find_blocks(next + 1);
-      if (thread == 0 && tile == tile_begin) state.advance(args, which ^ 1);
+      if (view.plain(next + 1)) blocks = loader.find_blocks(view, next + 1);
+      if (thread == 0 && tile == view.tile_begin) state.advance(args, which ^ 1);
       if constexpr (C::kQuantized && C::kTensorCores) loader.convert_tile(stage);
-      rows.add_tile(args, piece, rule, loader, stage, tile, plain.contains(tile) && !modified);
+      rows.add_tile(args, piece, rule, loader, stage, tile, view.plain(tile) && !modified);
       stage = stage == ahead ? 0 : stage + 1;
-    }
+    } while (++tile < view.tile_end);
     __syncthreads();
     if (state.more[which ^ 1]) start(which ^ 1);  // its loads run while this piece is finished
     const int turn = thread == 0 ? state.walk.draw() : 0;

@@ -13,7 +13,7 @@ namespace paged_attn::mma {
 template <class C>
 class FmaRows {
  public:
-  __device__ void begin() {
+  __device__ void begin(const Piece&) {
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
 #pragma unroll

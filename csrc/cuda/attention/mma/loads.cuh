@@ -23,16 +23,20 @@ __device__ __forceinline__ void copy_unaligned(unsigned char* dst, const unsigne
   }
 }
 
-// What a thread copies of a piece: its chunk of the keys and the values of a KV head, where the blocks begin.
+// What the loop over the tiles of a piece needs of it.
 struct PieceView {
-  const unsigned char *keys, *values;
-  const int32_t* blocks;  // of the sequence
+  const unsigned char *keys, *values;  // of a KV head, where the blocks begin
+  const int32_t* blocks;               // of the sequence
+  int tile_begin, tile_end;
+  int plain_begin, plain_end;  // tiles that every row sees whole, and that are copied without conditions
+
+  __device__ bool plain(int tile) const { return tile >= plain_begin && tile < plain_end; }
 };
 
 // Moves the keys and values of pieces; attention_kernel says who calls what when, and where the barriers stand.
 //
 // A thread copies one 16-byte chunk of a key, and of its value, for each key of its runs.  In a plain tile (see
-// CtaState) the keys of a run lie in one block.
+// PieceView) the keys of a run lie in one block.
 template <class C>
 class Loader {
  public:
@@ -47,50 +51,46 @@ class Loader {
   static constexpr int kRunRows = kThreadRows < 8 ? kThreadRows : 8, kRuns = kThreadRows / kRunRows;
   static_assert(!C::kQuantized || kRunRows <= kRowChunks);
 
-  __device__ void begin(const PieceView& view) {
-    view_ = view;
-    view_.keys += chunk() * 16;
-    view_.values += chunk() * 16;
-  }
-
   // The blocks of this thread's runs in a plain tile.
   struct Blocks {
     int of_run[kRuns];
   };
-  __device__ Blocks find_blocks(int tile) const {
+  __device__ Blocks find_blocks(const PieceView& view, int tile) const {
     Blocks blocks;
 #pragma unroll
     for (int run = 0; run < kRuns; ++run)
-      blocks.of_run[run] = __ldg(view_.blocks + args_.block.quotient(tile * C::kKeys + row_of(run * kRunRows)));
+      blocks.of_run[run] = __ldg(view.blocks + args_.block.quotient(tile * C::kKeys + row_of(run * kRunRows)));
     return blocks;
   }
 
-  __device__ void load_plain_tile(const Piece& piece, int stage, int tile, const Blocks& blocks) const {
+  __device__ void load_plain_tile(const PieceView& view, int head, int stage, int tile, const Blocks& blocks) const {
 #pragma unroll
     for (int run = 0; run < kRuns; ++run) {
       const int row0 = row_of(run * kRunRows), slot = slot_of(tile * C::kKeys + row0), block = blocks.of_run[run];
-      const unsigned char* key = view_.keys + block * args_.key_bytes.block + slot * args_.key_bytes.slot;
-      const unsigned char* value = view_.values + block * args_.value_bytes.block + slot * args_.value_bytes.slot;
+      const unsigned char* key = view.keys + chunk() * 16 + block * args_.key_bytes.block + slot * args_.key_bytes.slot;
+      const unsigned char* value =
+          view.values + chunk() * 16 + block * args_.value_bytes.block + slot * args_.value_bytes.slot;
+      const uint32_t to0 = ptx::smem_address(place(stage, row0));
 #pragma unroll
       for (int i = 0; i < kRunRows; ++i) {
-        const uint32_t to = ptx::smem_address(place(stage, row0 + i));
+        const uint32_t to = (to0 ^ (C::kTensorCores && !C::kQuantized ? i << 4 : 0)) + i * C::kCacheRowBytes;
         ptx::cp_async_16(to, key);
         ptx::cp_async_16(to + C::kStageBytes / 2, value);
         key += args_.key_bytes.slot;
         value += args_.value_bytes.slot;
       }
-      if (C::kQuantized && chunk() < kRunRows) load_scales(piece, stage, row0 + chunk(), true, block, slot + chunk());
+      if (C::kQuantized && chunk() < kRunRows) load_scales(head, stage, row0 + chunk(), true, block, slot + chunk());
     }
   }
 
   // The same for any tile: keys outside the piece's span become 0.
-  __device__ void load_any_tile(const Piece& piece, int stage, int tile) const {
+  __device__ void load_any_tile(const PieceView& view, const Piece& piece, int stage, int tile) const {
     if (args_.cache_bytes == 16)
-      load_rows<kRunRows>(piece, stage, tile, [](unsigned char* dst, const unsigned char* src, int bytes) {
+      load_rows<kRunRows>(view, piece, stage, tile, [](unsigned char* dst, const unsigned char* src, int bytes) {
         ptx::cp_async_16(ptx::smem_address(dst), src, bytes);
       });
     else
-      load_rows<1>(piece, stage, tile, [this](unsigned char* dst, const unsigned char* src, int bytes) {
+      load_rows<1>(view, piece, stage, tile, [this](unsigned char* dst, const unsigned char* src, int bytes) {
         copy_unaligned<C::kCacheElementBytes>(dst, src, bytes, args_.cache_bytes);
       });
   }
@@ -114,21 +114,26 @@ class Loader {
     const int tokens_on = group.quotient(kRowsAtOnce), heads_on = kRowsAtOnce - tokens_on * group.value;
     const int64_t bytes_on = tokens_on * token_bytes + heads_on * head_bytes;
     const int64_t wrap_bytes = token_bytes - group.value * head_bytes;
+    auto copy_rows = [&](auto copy) {
 #pragma unroll 4
-    for (int row = threadIdx.x / kRowChunks; row < C::kRows; row += kRowsAtOnce) {
-      unsigned char* to = query() + chunk_place<C>(row, chunk);
-      const int bytes = row < num_rows ? there : 0;
-      if (args_.query_bytes == 16)
-        ptx::cp_async_16(ptx::smem_address(to), from, bytes);
-      else
-        copy_unaligned<kElementBytes>(to, from, bytes, args_.query_bytes);
-      from += bytes_on;
-      head += heads_on;
-      if (head >= group.value) {
-        head -= group.value;
-        from += wrap_bytes;
+      for (int row = threadIdx.x / kRowChunks; row < C::kRows; row += kRowsAtOnce) {
+        copy(query() + chunk_place<C>(row, chunk), from, row < num_rows ? there : 0);
+        from += bytes_on;
+        head += heads_on;
+        if (head >= group.value) {
+          head -= group.value;
+          from += wrap_bytes;
+        }
       }
-    }
+    };
+    if (args_.query_bytes == 16)
+      copy_rows([](unsigned char* dst, const unsigned char* src, int bytes) {
+        ptx::cp_async_16(ptx::smem_address(dst), src, bytes);
+      });
+    else
+      copy_rows([this](unsigned char* dst, const unsigned char* src, int bytes) {
+        copy_unaligned<kElementBytes>(dst, src, bytes, args_.query_bytes);
+      });
     if constexpr (C::kScaledQuery) {
       ptx::cp_async_commit();
       ptx::cp_async_wait<0>();
@@ -179,7 +184,7 @@ class Loader {
 
   // kBatch rows' blocks are read before the first copy, so that they arrive together.
   template <int kBatch, class Copy>
-  __device__ void load_rows(const Piece& piece, int stage, int tile, Copy copy) const {
+  __device__ void load_rows(const PieceView& view, const Piece& piece, int stage, int tile, Copy copy) const {
     const int there =
         min(16, args_.p.head_dim * C::kCacheElementBytes - chunk() * 16);  // the rest of kHeadDim becomes 0
     const KeySpan& span = piece.span;
@@ -189,7 +194,7 @@ class Loader {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int key = max(0, min(tile * C::kKeys + row_of(row0 + i), span.key_end - 1));
-        blocks[i] = __ldg(view_.blocks + args_.block.quotient(key));
+        blocks[i] = __ldg(view.blocks + args_.block.quotient(key));
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -198,22 +203,22 @@ class Loader {
         const int64_t from_key = block * args_.key_bytes.block + slot * args_.key_bytes.slot;
         const int64_t from_value = block * args_.value_bytes.block + slot * args_.value_bytes.slot;
         unsigned char* to = place(stage, row);
-        copy(to, read ? view_.keys + from_key : nowhere(), read ? there : 0);
-        copy(to + C::kStageBytes / 2, read ? view_.values + from_value : nowhere(), read ? there : 0);
-        if (C::kQuantized && chunk() == (row0 + i) % kRunRows) load_scales(piece, stage, row, seen, block, slot);
+        copy(to, read ? view.keys + chunk() * 16 + from_key : nowhere(), read ? there : 0);
+        copy(to + C::kStageBytes / 2, read ? view.values + chunk() * 16 + from_value : nowhere(), read ? there : 0);
+        if (C::kQuantized && chunk() == (row0 + i) % kRunRows) load_scales(piece.head, stage, row, seen, block, slot);
       }
     }
   }
   __device__ const unsigned char* nowhere() const { return static_cast<const unsigned char*>(args_.p.key_cache); }
 
   // The scales of a row where they differ from token to token; 0 for a row that is not seen.
-  __device__ void load_scales(const Piece& piece, int stage, int row, bool seen, int block, int slot) const {
+  __device__ void load_scales(int head, int stage, int row, bool seen, int block, int slot) const {
     float* to = scales(stage) + row;
     for (const ScaleView* scale : {&args_.p.k_scale, &args_.p.v_scale}) {
       const BlockStrides& s = scale->strides;
       if (scale->per_token())
         ptx::cp_async_4(ptx::smem_address(to),
-                        scale->data + (seen ? block * s.block + slot * s.slot + piece.head * s.head : 0), seen ? 4 : 0);
+                        scale->data + (seen ? block * s.block + slot * s.slot + head * s.head : 0), seen ? 4 : 0);
       to += C::kKeys;
     }
   }
@@ -261,7 +266,6 @@ class Loader {
 
   const KernelArgs& args_;
   unsigned char* smem_;
-  PieceView view_;
 };
 
 }  // namespace paged_attn::mma

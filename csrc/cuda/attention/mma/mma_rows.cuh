@@ -12,7 +12,8 @@ namespace paged_attn::mma {
 template <class C>
 class MmaRows {
  public:
-  __device__ void begin() {
+  __device__ void begin(const Piece& piece) {
+    active_ = C::kDecode || static_cast<int>(threadIdx.x) / 32 * C::kWarpRows < piece.num_rows;
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
@@ -29,7 +30,7 @@ class MmaRows {
     const AttentionParams& p = args.p;
     const int warp = threadIdx.x / 32;
     const int row0 = C::kDecode ? 0 : warp * C::kWarpRows, key0 = C::kDecode ? warp * C::kWarpKeys : 0;
-    if (row0 >= piece.num_rows) return;
+    if (!active_) return;
     const int first_key = tile * C::kKeys + key0;
     const uint32_t keys = loader.tile_address(stage) + key0 * C::kRowBytes;
     const float* scales = loader.scales(stage) + key0;
@@ -39,12 +40,15 @@ class MmaRows {
       const float* query_scales = loader.query_scales() + row0 + threadIdx.x % 32 / 4;
       for_each_score(s, [&](float& x, int m, int h, int) { x *= query_scales[m * 16 + h * 8]; });
     }
+    Maxima largest;
+    find_largest(s, largest);
     if (!plain) {
       if (rule.modified) modify_scores(s, args, piece, rule.scale, row0, first_key, scales);
       if (first_key < piece.span.full_begin || first_key + C::kWarpKeys > piece.span.full_end)
         mask_scores(s, args, piece, row0, first_key);
+      find_largest(s, largest);
     }
-    softmax(s, rule.log2_rate);
+    softmax(s, largest, rule.log2_rate);
     if constexpr (C::kQuantized)
       if (p.v_scale.per_token()) scale_probabilities(s, scales + C::kKeys);
     multiply_values(s, keys + C::kTileBytes);
@@ -68,6 +72,7 @@ class MmaRows {
   using T = typename C::Operand;
   static constexpr int kKeyTiles = C::kWarpKeys / 8, kDimTiles = C::kHeadDim / 8;
   using Scores = float[C::kRowTiles][kKeyTiles][4];
+  using Maxima = float[C::kRowTiles][2];
 
   __device__ static void multiply_keys(Scores& s, uint32_t query, uint32_t keys) {
 #pragma unroll
@@ -149,12 +154,8 @@ class MmaRows {
       }
   }
 
-  // Scores become probabilities against the row's reference, its maximum: the largest is exactly 1, and rounding it to
-  // T costs nothing.  A tile in which no row's maximum grows changes neither out nor sum and needs no lane's
-  // neighbours.
-  __device__ void softmax(Scores& s, float rate) {
-    float largest[C::kRowTiles][2];
-    bool grows = false;
+  // Of this lane's columns.
+  __device__ static void find_largest(const Scores& s, Maxima& largest) {
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m)
 #pragma unroll
@@ -163,8 +164,18 @@ class MmaRows {
         x = fmaxf(s[m][0][h * 2], s[m][0][h * 2 + 1]);
 #pragma unroll
         for (int n = 1; n < kKeyTiles; ++n) x = fmaxf(x, fmaxf(s[m][n][h * 2], s[m][n][h * 2 + 1]));
-        grows |= x * rate > reference_[m][h];
       }
+  }
+
+  // Scores become probabilities against the row's reference, its maximum: the largest is exactly 1, and rounding it to
+  // T costs nothing.  A tile in which no row's maximum grows changes neither out nor sum and needs no lane's
+  // neighbours.
+  __device__ void softmax(Scores& s, const Maxima& largest, float rate) {
+    bool grows = false;
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) grows |= largest[m][h] * rate > reference_[m][h];
     if (__any_sync(~0u, grows)) {
       float factor[C::kRowTiles][2];
 #pragma unroll
@@ -344,6 +355,7 @@ class MmaRows {
     }
   }
 
+  bool active_;  // holds rows of the piece
   float out_[C::kRowTiles][kDimTiles][4];
   float reference_[C::kRowTiles][2];  // the maximum so far, in log2 units
   float sum_[C::kRowTiles][2];        // this lane's columns alone until reduce_sum
