@@ -38,7 +38,7 @@ void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& works
 // Compute capability 8.0 and up: serves every call of the contract.
 namespace mma {
 
-int decode_max_rows();
+int decode_max_rows(const AttentionParams& p);
 
 void launch_decode(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream);
 void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream);

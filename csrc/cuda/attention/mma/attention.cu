@@ -35,7 +35,7 @@ void launch(AttentionParams p, QueryRange range, bool decode, Workspace& workspa
 
 }  // namespace
 
-int decode_max_rows() { return 16; }
+int decode_max_rows(const AttentionParams& p) { return p.head_dim <= 128 ? 32 : 16; }
 
 void launch_decode(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream) {
   launch(p, range, true, workspace, stream);

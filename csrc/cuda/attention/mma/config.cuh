@@ -26,13 +26,14 @@ struct KernelArgs {
   BlockStrides key_bytes, value_bytes;  // strides of the caches
 };
 
-template <class T_, int kHeadDim_, bool kQuantized_, bool kDecode_>
+// kDecodeRows: of a decoding warp, 16 or 32.
+template <class T_, int kHeadDim_, bool kQuantized_, bool kDecode_, int kDecodeRows = 16>
 struct Config {
   using T = T_;                               // of query and output
   static constexpr int kHeadDim = kHeadDim_;  // p.head_dim or more; what is above is 0 in shared memory
   static constexpr bool kQuantized = kQuantized_;
   static constexpr bool kTensorCores = !std::is_same_v<T, float>;
-  // Tensor cores: the warps share 16 rows and split the keys; else they split the rows.  Without: see FmaRows.
+  // Tensor cores: the warps share their rows and split the keys; else they split the rows.  Without: see FmaRows.
   static constexpr bool kDecode = kDecode_;
 
   static constexpr bool kLocalPlan = kDecode;  // a plan of few entries is made by every CTA for itself
@@ -42,8 +43,10 @@ struct Config {
   static constexpr bool kScaledQuery = !std::is_same_v<T, Operand>;
 
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
-  static constexpr int kRowTiles =
-      !kDecode && (kQuantized ? 2 : 1) * kHeadDim <= 128 ? 2 : 1;  // 16-row tiles of a warp
+  static constexpr int kRowTiles =  // of 16 rows, a warp
+      kDecode                                  ? kDecodeRows / 16
+      : (kQuantized ? 2 : 1) * kHeadDim <= 128 ? 2
+                                               : 1;
   static constexpr int kWarpRows = kTensorCores ? 16 * kRowTiles : kHeadDim <= 128 ? 4 : 2;
   static constexpr int kRows = kDecode ? kWarpRows : kWarps * kWarpRows;
   static constexpr int kKeys = !kTensorCores ? 4096 / kHeadDim : kDecode || kHeadDim <= 128 ? 64 : 32;

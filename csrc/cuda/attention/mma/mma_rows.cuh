@@ -54,8 +54,8 @@ class MmaRows {
     multiply_values(s, keys + C::kTileBytes);
   }
 
-  // Ends a piece.  Decode: the warps meet in `states`, float2 [kWarps][kRows], and `exchange`, float
-  // [kWarps][kRows][kHeadDim] with the columns of a row swizzled.
+  // Ends a piece.  Decode: the warps meet in `states`, float2 [kWarps][kRows], and, 16 rows at a time,
+  // in `exchange`, float [kWarps][16][kHeadDim] with the columns of a row swizzled.
   __device__ void finish(const KernelArgs& args, const Piece& piece, const ScoreRule&, float2* states,
                          float* exchange) {
     float value_scale = 1.f;
@@ -309,8 +309,11 @@ class MmaRows {
                                         float* exchange) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (lane % 4 == 0) states[warp * C::kRows + h * 8 + lane / 4] = make_float2(reference_[0][h], sum_[0][h]);
+    for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (lane % 4 == 0)
+          states[warp * C::kRows + m * 16 + h * 8 + lane / 4] = make_float2(reference_[m][h], sum_[m][h]);
     __syncthreads();
     Writer<typename C::T> writer(args, {C::kRows, C::kKeys}, piece);
     auto maximum_of = [&](int row) {
@@ -319,39 +322,43 @@ class MmaRows {
       for (int w = 1; w < C::kWarps; ++w) maximum = fmaxf(maximum, states[w * C::kRows + row].x);
       return maximum;
     };
-    auto place = [](int w, int row, int d) { return (w * C::kRows + row) * C::kHeadDim + (d ^ (row % 8 * 8)); };
+    auto place = [](int w, int row, int d) { return (w * 16 + row % 16) * C::kHeadDim + (d ^ (row % 8 * 8)); };
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = h * 8 + lane / 4;
+    for (int m = 0; m < C::kRowTiles; ++m) {
+      if (m > 0) __syncthreads();  // the row tile before is read
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = m * 16 + h * 8 + lane / 4;
+        if (row >= piece.num_rows) continue;
+        const float reference = exp2_reference(maximum_of(row));
+        const float weight = ptx::exp2(reference_[m][h] - reference) * value_scale;
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n)
+          *reinterpret_cast<float2*>(exchange + place(warp, row, n * 8 + lane % 4 * 2)) =
+              make_float2(out_[m][n][h * 2] * weight, out_[m][n][h * 2 + 1] * weight);
+      }
+      __syncthreads();
+      constexpr int kRowThreads = C::kThreads / 16;
+      const int row = m * 16 + threadIdx.x / kRowThreads, part = threadIdx.x % kRowThreads;
       if (row >= piece.num_rows) continue;
-      const float reference = exp2_reference(maximum_of(row));
-      const float weight = ptx::exp2(reference_[0][h] - reference) * value_scale;
-#pragma unroll
-      for (int n = 0; n < kDimTiles; ++n)
-        *reinterpret_cast<float2*>(exchange + place(warp, row, n * 8 + lane % 4 * 2)) =
-            make_float2(out_[0][n][h * 2] * weight, out_[0][n][h * 2 + 1] * weight);
-    }
-    __syncthreads();
-    constexpr int kRowThreads = C::kThreads / C::kRows;
-    const int row = threadIdx.x / kRowThreads, part = threadIdx.x % kRowThreads;
-    if (row >= piece.num_rows) return;
-    const float maximum = maximum_of(row), reference = exp2_reference(maximum);
-    float sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < C::kWarps; ++w) {
-      const float2 state = states[w * C::kRows + row];
-      sum += state.y * ptx::exp2(state.x - reference);
-    }
-    writer.begin_row(row, maximum, sum, part == 0);
-#pragma unroll 4
-    for (int d = part * 4; d < args.p.head_dim; d += kRowThreads * 4) {
-      float4 o = {0.f, 0.f, 0.f, 0.f};
+      const float maximum = maximum_of(row), reference = exp2_reference(maximum);
+      float sum = 0.f;
 #pragma unroll
       for (int w = 0; w < C::kWarps; ++w) {
-        const float4 x = *reinterpret_cast<const float4*>(exchange + place(w, row, d));
-        o.x += x.x, o.y += x.y, o.z += x.z, o.w += x.w;
+        const float2 state = states[w * C::kRows + row];
+        sum += state.y * ptx::exp2(state.x - reference);
       }
-      writer.store(d, o);
+      writer.begin_row(row, maximum, sum, part == 0);
+#pragma unroll 4
+      for (int d = part * 4; d < args.p.head_dim; d += kRowThreads * 4) {
+        float4 o = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int w = 0; w < C::kWarps; ++w) {
+          const float4 x = *reinterpret_cast<const float4*>(exchange + place(w, row, d));
+          o.x += x.x, o.y += x.y, o.z += x.z, o.w += x.w;
+        }
+        writer.store(d, o);
+      }
     }
   }
 

@@ -14,6 +14,11 @@ void launch_tensor_core(const AttentionParams& p, QueryRange range, bool decode,
   auto launch = [&](auto quantized) {
     using Decode = Config<T, kHeadDim, decltype(quantized)::value, true>;
     using Prefill = Config<T, kHeadDim, decltype(quantized)::value, false>;
+    if constexpr (kHeadDim <= 128) {
+      using WideDecode = Config<T, kHeadDim, decltype(quantized)::value, true, 32>;
+      if (decode && range.max_len * args.heads.group.value > Decode::kRows)
+        return launch_attention<WideDecode>(args, decode, workspace, stream, device);
+    }
     if (decode ? stages_that_fit<Decode>(device, 1) > 0 : stages_that_fit<Prefill>(device, 1) == 0)
       launch_attention<Decode>(args, decode, workspace, stream, device);
     else
