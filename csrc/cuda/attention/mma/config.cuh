@@ -43,10 +43,8 @@ struct Config {
   static constexpr bool kScaledQuery = !std::is_same_v<T, Operand>;
 
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
-  static constexpr int kRowTiles =  // of 16 rows, a warp
-      kDecode                                  ? kDecodeRows / 16
-      : (kQuantized ? 2 : 1) * kHeadDim <= 128 ? 2
-                                               : 1;
+  static constexpr int kPrefillRowTiles = (kQuantized ? 2 : 1) * kHeadDim <= 128 ? 2 : 1;
+  static constexpr int kRowTiles = kDecode ? kDecodeRows / 16 : kPrefillRowTiles;  // of 16 rows, a warp
   static constexpr int kWarpRows = kTensorCores ? 16 * kRowTiles : kHeadDim <= 128 ? 4 : 2;
   static constexpr int kRows = kDecode ? kWarpRows : kWarps * kWarpRows;
   static constexpr int kKeys = !kTensorCores ? 4096 / kHeadDim : kDecode || kHeadDim <= 128 ? 64 : 32;
@@ -64,8 +62,7 @@ struct Config {
   static constexpr int kStageBytes = 2 * kKeys * kCacheRowBytes;
 
   static constexpr int kCtaStateBytes = 640, kLocalPlanBytes = 4160;  // at least sizeof(CtaState), sizeof(LocalPlan)
-  // Shared memory, in bytes from its start.  Per stage, behind the stages, quantised: float
-  // scales[2][kKeys].
+  // Shared memory, in bytes from its start.  Quantised, behind the stages: float scales[2][kKeys] per stage.
   static constexpr int kQuery = 0;
   static constexpr int kConverted = kQuery + kRows * kRowBytes;
   static constexpr int kQueryScales = kConverted + (kQuantized && kTensorCores ? 2 * kTileBytes : 0);  // float [kRows]
