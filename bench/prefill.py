@@ -63,6 +63,8 @@ PREFILL = [
     uniform(1, 2048, 8192),
     uniform(1, 2048, 32768),
     uniform(8, 512, 8192),
+    uniform(1, 256, 32768),
+    uniform(1, 64, 8192),
 ]
 VERIFY = [uniform(16, 4, 8192), uniform(64, 8, 2048)]
 QUANTISED = {

@@ -34,7 +34,7 @@ class WorkspaceBeside final : public Workspace {
   Workspace& whole_;
   size_t offset_;
 };
-constexpr size_t kPrefillMarkedBytes = 256;  // at least what sm90::launch_prefill marks
+constexpr size_t kPrefillMarkedBytes = 1 << 13;  // at least what sm90::launch_prefill marks
 
 // A batch that may hold any lengths.  Most sequences of a serving step have one query token: they get the instance for
 // that, beside which the prefill kernel runs.  Those of more rows go before, up to kWideRows of them: the instance for

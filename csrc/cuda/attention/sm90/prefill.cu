@@ -10,9 +10,9 @@
 namespace paged_attn::sm90 {
 namespace {
 
-int instance_head_dim(int head_dim) {
+int instance_head_dim(int head_dim, bool quantized) {
   for (int columns : {64, 96, 128, 192})
-    if (head_dim <= columns) return columns;
+    if (head_dim <= columns && !(quantized && (columns == 96 || columns == 192))) return columns;
   return 256;
 }
 
@@ -61,7 +61,7 @@ CUtensorMap block_map(const AttentionParams& p, const PrefillParams& q, const vo
 
 template <class T, bool kQuantized = false>
 void launch(const PrefillParams& p, const PrefillMaps& maps, cudaStream_t stream) {
-  switch (instance_head_dim(p.attention.head_dim)) {
+  switch (instance_head_dim(p.attention.head_dim, kQuantized)) {
     case 64:
       return launch_prefill_instance<T, 64, kQuantized>(p, maps, stream);
     case 96:
@@ -91,13 +91,21 @@ void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& works
   PrefillParams params;
   params.attention = p;
   params.range = range;
-  params.counters = static_cast<unsigned*>(workspace.marked(2 * sizeof(unsigned)));
+  const bool quantized = is_quantized(p.cache_dtype), whole_rows = !quantized && whole_row_boxes(p);
+  const int columns = instance_head_dim(p.head_dim, quantized), slots = current_device().sm_count;
+  constexpr int kRowWarps = 8, kFewestKeys = 64;  // of a tile, and of a step
+  params.counters = static_cast<unsigned*>(workspace.marked((2 + slots * kRowWarps) * sizeof(unsigned)));
+  params.arrivals = params.counters + 2;
+  params.partials = nullptr;
+  if (!p.batch_invariant && int64_t{p.max_blocks} * p.block_size > 2 * kLeastSteps * kFewestKeys)
+    params.partials =
+        static_cast<float4*>(workspace.scratch(sizeof(float4) * slots * kRowWarps * (columns / 8 + 1) * 32));
   params.group = p.num_heads / p.num_kv_heads;
   params.group_inverse = ((1 << 20) + params.group - 1) / params.group;
+  params.by_group = Divisor(params.group);
+  params.by_heads = Divisor(p.num_kv_heads);
   params.block_inverse = static_cast<uint32_t>((1ull << 32) / p.block_size + 1);
-  const bool quantized = is_quantized(p.cache_dtype), whole_rows = !quantized && whole_row_boxes(p);
   params.head_parts = !whole_rows ? 0 : p.num_kv_heads > 1 ? static_cast<int>(p.key_strides.head / 64) : 1;
-  const int columns = instance_head_dim(p.head_dim);
   const int most_rows = quantized || columns == 96 ? 64 : !whole_rows ? 8 : columns > 128 ? 16 : 64;
   params.box_rows = std::min(most_rows, p.block_size & -p.block_size);
   params.scale_log2 = p.scale * kLog2e;

@@ -35,7 +35,7 @@ class PrefillConsumer {
     if (warpgroup() == kConsumers - 1) pass_turn();  // the first warpgroup begins
     while (true) {
       tiles_.wait();
-      if (tiles_.read().seq < 0) break;
+      if (tiles_.rows().seq < 0) break;
       start_rows();
       attend();
       finish_rows();
@@ -111,11 +111,11 @@ class PrefillConsumer {
   }
 
   __device__ __forceinline__ void attend() {
-    const Tile tile = tiles_.read();
-    const Steps steps = tile_steps<Traits::kRows, kKeys>(p_, tile);
-    if (steps.last < steps.first) return;
+    const TileRows tile = tiles_.rows();
+    int step = tiles_.steps().last;
+    if (step < tiles_.steps().first) return;
     const KeyRange keys = key_range(p_.attention, tile, tile.token, row_of(p_, tile, Traits::kRows - 1).token);
-    full_begin_ = (keys.all_begin + kKeys - 1) / kKeys;
+    full_begin_ = max(tiles_.steps().first, (keys.all_begin + kKeys - 1) / kKeys);
     full_end_ = max(keys.all_end, 0) / kKeys;
 
     issue_scores();
@@ -123,16 +123,20 @@ class PrefillConsumer {
     wgmma_wait<0>();
     pin(s_);
     release_key();
-    softmax<true>(steps.last);
+    softmax<true>(step--);
     pack();
     ++steps_;
-    for (int step = steps.last - 1; step >= steps.first; --step) {
-      if (is_full(step))
-        next_step<false>(step);
-      else
-        next_step<true>(step);
+    while (step >= tiles_.steps().first) {
+      forget(tiles_.position.count);  // addresses of the tile
+      if (!is_full(step)) {
+        next_step<true>(step--);
+      } else {
+        do {  // a loop of their own for the full steps, and a short one, where registers suffice
+          next_step<false>(step--);
+        } while (Traits::kQueryInRegisters && is_full(step));
+      }
     }
-    issue_output(steps.first);
+    issue_output(step + 1);
     wgmma_wait<0>();
     pin(o_);
     release_value();
@@ -196,7 +200,7 @@ class PrefillConsumer {
   // Rows of V that are no token's, or that no query token of the sequence sees, may hold NaN, and 0 x NaN is NaN.  Both
   // warpgroups clear them, each before its own use.
   __device__ __forceinline__ void clear_values(int step) {
-    const Tile tile = tiles_.read();
+    const TileRows tile = tiles_.rows();
     const int begin = first_visible_key(p_.attention, tile) - step * kKeys, end = tile.seq_len - step * kKeys;
     if (begin <= 0 && end >= kKeys) return;
     constexpr int kChunks = 8 * Traits::kParts;  // whole parts, since chunks are swizzled
@@ -243,7 +247,7 @@ class PrefillConsumer {
       for (float& x : s_) x *= rate;
     }
     if (const float* slopes = p_.attention.alibi_slopes) {
-      const Tile tile = tiles_.read();
+      const TileRows tile = tiles_.rows();
       const float scale = p_.cap_log2 > 0.f ? p_.cap_log2 : p_.scale_log2 * key_scale;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -272,7 +276,7 @@ class PrefillConsumer {
       }
     if constexpr (Traits::kScoreMods) modify_scores<kMasked>(step);
     if constexpr (kMasked) {
-      const Tile tile = tiles_.read();
+      const TileRows tile = tiles_.rows();
       const int column = step * kKeys + lane() % 4 * 2;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -355,19 +359,77 @@ class PrefillConsumer {
     return ptx::pack<T>(low, high);
   }
 
-  // Normalises, and writes output (through this warpgroup's part of the query buffer, then whole rows) and LSE.
   __device__ __forceinline__ void finish_rows() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum_[r] += __shfl_xor_sync(~0u, sum_[r], 1);
+      sum_[r] += __shfl_xor_sync(~0u, sum_[r], 2);
+    }
+    if constexpr (!Traits::kQueryInRegisters) warpgroup_sync();  // the other warps are done with Q
+    const Pieces pieces = tiles_.pieces();
+    if (pieces.count == 1 || merge_pieces(pieces)) write_rows();
+    ptx::mbarrier_arrive(smem_.query_empty(query().slot(), warpgroup()));
+  }
+
+  // Leaves the warp's rows of a piece in memory.  The piece that comes last returns true and holds the sum of all, in
+  // their order: the bits do not depend on which one it is.
+  __device__ __forceinline__ bool merge_pieces(const Pieces& pieces) {
+    constexpr int kVectors = kHeadDim / 8;
+    int thread = threadIdx.x - 128;
+    forget(thread);
+    const auto partial = [&](int slot) {
+      return p_.partials + (int64_t{slot} * Traits::kRowWarps + thread / 32) * (kVectors + 1) * 32 + thread % 32;
+    };
+    float4* const mine = partial(pieces.slot);
+    const float unit = Traits::kTokenScales && token_scales() ? value_unit_ : 1.f;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+      __stcg(mine + i * 32, {o_[4 * i] * unit, o_[4 * i + 1] * unit, o_[4 * i + 2] * unit, o_[4 * i + 3] * unit});
+    __stcg(mine + kVectors * 32, {max_[0], max_[1], sum_[0], sum_[1]});
+    __threadfence();
+    __syncwarp();
+    unsigned* const arrivals = p_.arrivals + pieces.first_slot * Traits::kRowWarps + thread / 32;
+    const int before = __shfl_sync(~0u, lane() == 0 ? static_cast<int>(atomicAdd(arrivals, 1u) + 1u) : 0, 0);
+    if (before + 1 < pieces.count) return false;
+    if (lane() == 0) *arrivals = ~0u;
+    __threadfence();
+
+    const float scale = score_scale();
+    max_[0] = max_[1] = -INFINITY;
+    for (int i = 0; i < pieces.count; ++i) {
+      const float4 state = __ldcg(partial(pieces.first_slot + i) + kVectors * 32);
+      max_[0] = fmaxf(max_[0], state.x), max_[1] = fmaxf(max_[1], state.y);
+    }
+    value_unit_ = 1.f;
+    sum_[0] = sum_[1] = 0.f;
+#pragma unroll
+    for (float& x : o_) x = 0.f;
+    for (int i = 0; i < pieces.count; ++i) {
+      const float4* const other = partial(pieces.first_slot + i);
+      const float4 state = __ldcg(other + kVectors * 32);
+      const float a = ptx::exp2(state.x * scale - exp2_reference(max_[0] * scale));
+      const float b = ptx::exp2(state.y * scale - exp2_reference(max_[1] * scale));
+      sum_[0] += a * state.z, sum_[1] += b * state.w;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const float4 x = __ldcg(other + v * 32);
+        o_[4 * v] += a * x.x, o_[4 * v + 1] += a * x.y;
+        o_[4 * v + 2] += b * x.z, o_[4 * v + 3] += b * x.w;
+      }
+    }
+    return true;
+  }
+
+  // Normalises, and writes output (through this warpgroup's part of the query buffer, then whole rows) and LSE.
+  __device__ __forceinline__ void write_rows() {
     const AttentionParams& a = p_.attention;
-    const Tile tile = tiles_.read();
+    const TileRows tile = tiles_.rows();
     float output_scale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = sum_[r];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
       const TokenHead at = row_of(p_, tile, thread_row(r));
       const int head = tile.kv_head * p_.group + at.head;
-      const RowEnd end = finish_row(max_[r] * score_scale(), sum, a.sinks ? a.sinks + head : nullptr);
+      const RowEnd end = finish_row(max_[r] * score_scale(), sum_[r], a.sinks ? a.sinks + head : nullptr);
       output_scale[r] = end.output_scale;
       if constexpr (Traits::kQuantized) output_scale[r] *= head_scale(a.v_scale, tile.kv_head);
       if constexpr (Traits::kTokenScales)
@@ -376,7 +438,6 @@ class PrefillConsumer {
         a.lse[static_cast<int64_t>(tile.q_begin + at.token) * a.num_heads + head] = end.lse;
     }
 
-    if constexpr (!Traits::kQueryInRegisters) warpgroup_sync();  // the other warps are done with Q
     const uint32_t staging = smem_.query(query().slot(), warpgroup()) + warp() * 16 * 128;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 4; ++i) {
@@ -401,7 +462,6 @@ class PrefillConsumer {
       if (at.token < tile.q_len && chunk * 8 < a.head_dim)
         *reinterpret_cast<uint4*>(out + at.token * a.out_strides.token + at.head * a.out_strides.head) = v;
     }
-    ptx::mbarrier_arrive(smem_.query_empty(query().slot(), warpgroup()));
   }
 
   const PrefillParams& p_;
@@ -415,7 +475,7 @@ class PrefillConsumer {
   uint32_t q_[Traits::kQueryInRegisters ? kHeadDim / 4 : 1];
   float max_[2], sum_[2], rescale_[2], step_sum_;
   float value_unit_;           // of O, with value scales per token
-  int full_begin_, full_end_;  // steps that need no mask
+  int full_begin_, full_end_;  // steps of this piece that need no mask
 };
 
 }  // namespace paged_attn::sm90

@@ -32,7 +32,7 @@ __device__ __forceinline__ void produce_staged(const PrefillParams& p, const CUt
                                                const CUtensorMap* value_map, PrefillSmem<Traits> smem) {
   RingPosition<Traits::kStagingSlots> staging;
   produce_tiles<Traits>(p, smem, [&](const Tile& tile) {
-    const Steps steps = tile_steps<Traits::kRows, Traits::kKeys>(p, tile);
+    const Steps steps = tile.steps;
     PieceWalk<Traits> piece(p, tile, steps);
 #pragma unroll 1
     for (int step = steps.last; step >= steps.first; --step) {
@@ -179,8 +179,8 @@ __device__ __forceinline__ void convert(const PrefillParams& p, PrefillSmem<Trai
   const bool with_scales = Traits::kTokenScales && p.attention.k_scale.per_token() && converter < 2;
   while (true) {
     tiles.wait();
-    if (tiles.read().seq < 0) break;
-    const Steps steps = tile_steps<Traits::kRows, Traits::kKeys>(p, tiles.read());
+    if (tiles.rows().seq < 0) break;
+    const Steps steps = tiles.steps();
     if (with_scales && steps.last >= steps.first) scales.begin_tile(tiles.read(), steps.last);
 #pragma unroll 1
     for (int step = steps.last; step >= steps.first; --step) {

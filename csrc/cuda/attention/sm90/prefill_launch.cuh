@@ -11,10 +11,12 @@ namespace paged_attn::sm90 {
 
 template <class Traits>
 void launch_prefill_kernel(const PrefillParams& p, const PrefillMaps& maps, cudaStream_t stream) {
-  // No more CTAs than there can be tiles: every sequence has at most one that is not full.
   const AttentionParams& a = p.attention;
-  const int64_t tiles = (static_cast<int64_t>(a.num_tokens) * p.group / Traits::kRows + a.num_seqs) * a.num_kv_heads;
-  const int64_t grid = std::max<int64_t>(1, std::min<int64_t>(current_device().sm_count, tiles));
+  int64_t grid = current_device().sm_count;
+  if (!p.partials) {  // no more CTAs than there can be tiles: every sequence has at most one that is not full
+    const int64_t tiles = (static_cast<int64_t>(a.num_tokens) * p.group / Traits::kRows + a.num_seqs) * a.num_kv_heads;
+    grid = std::max<int64_t>(1, std::min(grid, tiles));
+  }
   launch_kernel(prefill_kernel<Traits>, static_cast<unsigned>(grid), Traits::kThreads, Traits::kSmemBytes, stream,
                 a.pdl || p.range.side_by_side, maps.key, maps.value, p);
 }

@@ -23,6 +23,7 @@ struct PrefillTraits {
   static constexpr int kStages = 2;
   static constexpr int kConsumers = 2;                       // warpgroups that compute
   static constexpr int kRows = kWarpgroupRows * kConsumers;  // of a tile
+  static constexpr int kRowWarps = 4 * kConsumers;           // 16 rows each
   static constexpr bool kQueryInRegisters =                  // they must fit
       kHeadDim <= 128 && !(kScoreMods && (kQuantized || kHeadDim <= 64));
   static constexpr int kQueryBuffers = kHeadDim > 128 ? 1 : 2;
@@ -60,7 +61,7 @@ struct PrefillTraits {
   static constexpr int kStagingOffset = kValueOffset + kStages * kStageBytes;
   static constexpr int kTileOffset = kStagingOffset + kStagingSlots * kStagedBytes;
   static constexpr int kTileSlots = 2;
-  static constexpr int kTileBytes = 32;  // of a slot: a Tile
+  static constexpr int kTileBytes = 64;  // of a slot: a Tile
   static constexpr int kScaleOffset = kTileOffset + kTileSlots * kTileBytes;
   static constexpr int kBarrierOffset = kScaleOffset + kStages * kScaleBytes;
   static constexpr int kStageBarriers = (kTokenScales ? 6 : 4) * kStages;
@@ -69,13 +70,6 @@ struct PrefillTraits {
   static constexpr int kSmemBytes = kBarrierOffset + kBarriers * 8;
   static_assert(kSmemBytes <= 227 * 1024);
 };
-
-// What follows from x is worked out anew from here on, not kept in registers that are lacking.
-template <class T>
-__device__ __forceinline__ T forget(T& x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
 
 // The use number `count` of a ring of kSize slots: which slot, and the parity of its barriers in that round.
 template <int kSize>

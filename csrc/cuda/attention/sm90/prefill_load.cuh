@@ -20,11 +20,13 @@ struct TileRing {
   // By the whole warp.
   __device__ __forceinline__ void write(const Tile& t) {
     ptx::mbarrier_wait(smem.tile_empty(position.slot()), position.parity() ^ 1);
-    static_assert(sizeof(Tile) == Traits::kTileBytes);
+    static_assert(sizeof(Tile) <= Traits::kTileBytes);
     if (threadIdx.x % 32 == 0) {
       const uint32_t slot = smem.tile(position.slot());
       ptx::store_shared_v4(slot, t.seq, t.token, t.head, t.kv_head);
       ptx::store_shared_v4(slot + 16, t.q_begin, t.q_len, t.seq_len, __float_as_int(t.key_scale));
+      ptx::store_shared_v4(slot + 32, t.steps.first, t.steps.last, 0, 0);
+      ptx::store_shared_v4(slot + 48, t.pieces.slot, t.pieces.first_slot, t.pieces.count, 0);
       ptx::mbarrier_arrive(smem.tile_full(position.slot()));
     }
     position.advance();
@@ -32,9 +34,9 @@ struct TileRing {
 
   __device__ __forceinline__ void wait() { ptx::mbarrier_wait(smem.tile_full(position.slot()), position.parity()); }
   // Between wait and release, as often as wanted: shared memory keeps it, so that registers need not.
-  __device__ __forceinline__ Tile read() const {
+  __device__ __forceinline__ TileRows rows() const {
     const uint32_t slot = smem.tile(position.slot());
-    Tile t;
+    TileRows t;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(t.seq), "=r"(t.token), "=r"(t.head), "=r"(t.kv_head)
                  : "r"(slot));
@@ -43,6 +45,15 @@ struct TileRing {
                  : "r"(slot + 16));
     return t;
   }
+  __device__ __forceinline__ Steps steps() const {
+    const uint2 x = ptx::load_shared_v2(smem.tile(position.slot()) + 32);
+    return {static_cast<int>(x.x), static_cast<int>(x.y)};
+  }
+  __device__ __forceinline__ Pieces pieces() const {
+    const uint4 x = ptx::load_shared_v4(smem.tile(position.slot()) + 48);
+    return {static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z)};
+  }
+  __device__ __forceinline__ Tile read() const { return {rows(), steps(), pieces()}; }
   __device__ __forceinline__ float key_scale() const { return ptx::load_shared(smem.tile(position.slot()) + 28); }
   // By the whole warp.
   __device__ __forceinline__ void release() {
@@ -109,7 +120,7 @@ class PieceWalk {
 template <class Traits, class Full, class Empty, class Data>
 __device__ __forceinline__ void load_blocks(const PrefillParams& p, const CUtensorMap* map, const Tile& tile,
                                             RingPosition<Traits::kStages>& ring, Full full, Empty empty, Data data) {
-  const Steps steps = tile_steps<Traits::kRows, Traits::kKeys>(p, tile);
+  const Steps steps = tile.steps;
   if (steps.last < steps.first) return;
   PieceWalk<Traits> piece(p, tile, steps);
 #pragma unroll 1
@@ -137,7 +148,7 @@ __device__ __forceinline__ void load_blocks(const PrefillParams& p, const CUtens
 template <class Traits, class Load>
 __device__ __forceinline__ void produce_tiles(const PrefillParams& p, PrefillSmem<Traits> smem, Load load) {
   TileRing<Traits> tiles{smem};
-  TileList<Traits::kRows> list(p);
+  TileList<Traits> list(p);
   const int lane = threadIdx.x % 32;
   // Beside the decode kernel many CTAs start late: then the first tile comes from the counter too.
   const int given = p.range.side_by_side ? 0 : gridDim.x;
@@ -147,11 +158,12 @@ __device__ __forceinline__ void produce_tiles(const PrefillParams& p, PrefillSme
   };
   int index = given > 0 ? static_cast<int>(blockIdx.x) : take();
   while (true) {
-    const Tile tile = list.find(index);
-    tiles.write(tile);
+    Tile tile;
+    const bool found = list.find(index, tile);
+    if (found) tiles.write(tile);
     if (tile.seq < 0) break;
     index = take();
-    load(tile);
+    if (found) load(tile);
   }
   // The last CTA restores the counters: every other one has taken its last tile.
   if (lane == 0 && atomicAdd(p.counters + 1, 1u) + 1u == gridDim.x - 1) p.counters[0] = p.counters[1] = ~0u;
