@@ -9,7 +9,6 @@ namespace paged_attn {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMaxTile = 64;  // output tokens of a CTA
 
 // Where an output token comes from: of a sequence its number and the position, then the block and the slot in it.
 struct Source {
@@ -123,12 +122,19 @@ __device__ __forceinline__ float scale_at(const ScaleView& scales, Source at, in
   return scales.data ? scales.data[row_offset(scales.strides, at, head)] : 1.0f;
 }
 
-// A CTA packs `tile` tokens.  Thread (x, y) takes the x-th eight elements of every token y, y + rows, ..., K and V.
+// Tokens that a thread has in flight, and output tokens of a CTA at most.
 template <class Format, bool kAligned>
-__global__ void __launch_bounds__(kThreads)
+constexpr int kTokensInFlight = kAligned && Format::kInBytes > 1 ? 8 : 4;
+template <class Format, bool kAligned>
+constexpr int kMaxTile = 4 * kTokensInFlight<Format, kAligned>;
+
+// A CTA packs `tile` tokens.  Thread (x, y) takes the x-th eight elements of every token y, y + rows, ..., K and V.
+// Bounds of one CTA a multiprocessor: else the compiler saves registers and waits for loads one by one.
+template <class Format, bool kAligned>
+__global__ void __launch_bounds__(kThreads, 1)
     gather_kernel(const __grid_constant__ GatherParams p, int tile, bool key_aligned, bool value_aligned) {
-  constexpr int kTokens = kAligned ? 8 : 4;  // that a thread has in flight
-  __shared__ Source sources[kMaxTile];
+  constexpr int kTokens = kTokensInFlight<Format, kAligned>;
+  __shared__ Source sources[kMaxTile<Format, kAligned>];
   ptx::pdl_launch_dependents();
   ptx::pdl_wait();
   const int first = blockIdx.x * tile, count = min(tile, p.num_tokens - first);
@@ -177,13 +183,17 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class Format>
 void launch(const GatherParams& p, cudaStream_t stream) {
-  // Tiles small enough for two CTAs on every multiprocessor.
-  const int ctas = 2 * current_device().sm_count;
-  const int tile = std::clamp((p.num_tokens + ctas - 1) / ctas, 1, kMaxTile);
   const bool key_aligned = rows_aligned(p.key_cache, p.key_strides, p.cache_dtype);
   const bool value_aligned = rows_aligned(p.value_cache, p.value_strides, p.cache_dtype);
-  launch_pdl(key_aligned && value_aligned ? gather_kernel<Format, true> : gather_kernel<Format, false>,
-             dim3((p.num_tokens + tile - 1) / tile), dim3(kThreads), stream, p, tile, key_aligned, value_aligned);
+  const auto launch_as = [&](auto kernel, int max_tile) {
+    // Tiles small enough for two CTAs on every multiprocessor.
+    const int ctas = 2 * current_device().sm_count;
+    const int tile = std::clamp((p.num_tokens + ctas - 1) / ctas, 1, max_tile);
+    launch_pdl(kernel, dim3((p.num_tokens + tile - 1) / tile), dim3(kThreads), stream, p, tile, key_aligned,
+               value_aligned);
+  };
+  key_aligned&& value_aligned ? launch_as(gather_kernel<Format, true>, kMaxTile<Format, true>)
+                              : launch_as(gather_kernel<Format, false>, kMaxTile<Format, false>);
 }
 
 }  // namespace

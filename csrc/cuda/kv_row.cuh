@@ -8,24 +8,60 @@
 
 namespace paged_attn {
 
+// kSmall below: strides in elements and the number of slots are less than 2^31, so that one instruction multiplies.
+inline bool is_small(TokenStrides s) {
+  return s.token >= 0 && s.token <= INT32_MAX && s.head >= 0 && s.head <= INT32_MAX;
+}
+inline bool is_small(BlockStrides s) {
+  return is_small(TokenStrides{s.block, s.head}) && is_small(TokenStrides{s.slot, 0});
+}
+
+template <bool kSmall>
+__device__ __forceinline__ int64_t times(int index, int64_t stride) {
+  if constexpr (kSmall)
+    return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(index)} * static_cast<uint32_t>(stride));
+  else
+    return index * stride;
+}
+
+template <bool kSmall = false>
+__device__ __forceinline__ int64_t row_offset(const TokenStrides& s, int token, int head) {
+  return times<kSmall>(token, s.token) + times<kSmall>(head, s.head);
+}
+
 struct SlotPosition {
   int block, offset;  // block -1: no slot, nothing is stored
 };
 
-__device__ __forceinline__ SlotPosition locate_slot(const KvWriteParams& p, const Divisor& block_size, int token) {
-  const int64_t index = token * p.slot_stride;
-  const int64_t slot = p.slots_are_int64 ? static_cast<const int64_t*>(p.slot_mapping)[index]
-                                         : static_cast<const int32_t*>(p.slot_mapping)[index];
-  if (slot < 0 || slot >= p.num_blocks * p.block_size) return {-1, 0};
-  if (slot <= INT32_MAX) {
+template <bool kSmall = false>
+__device__ __forceinline__ int64_t row_offset(const BlockStrides& s, const SlotPosition& at, int head) {
+  return times<kSmall>(at.block, s.block) + times<kSmall>(at.offset, s.slot) + times<kSmall>(head, s.head);
+}
+
+// A slot as it lies in memory: its first and its last 32 bits, which are the same where slots are int32.  Nothing is
+// computed from them yet, so that other loads can follow at once.
+struct SlotWords {
+  uint32_t first;
+  int32_t last;
+};
+__device__ __forceinline__ SlotWords load_slot(const KvWriteParams& p, int token) {
+  const auto* words = static_cast<const int32_t*>(p.slot_mapping) + (token * p.slot_stride << p.slots_are_int64);
+  return {static_cast<uint32_t>(words[0]), words[p.slots_are_int64]};
+}
+
+template <bool kSmall = false>
+__device__ __forceinline__ SlotPosition locate(const KvWriteParams& p, const Divisor& block_size, SlotWords words) {
+  if (words.last < 0) return {-1, 0};
+  const uint64_t slot = words.first | (p.slots_are_int64 ? uint64_t{static_cast<uint32_t>(words.last)} << 32 : 0);
+  if (slot >= static_cast<uint64_t>(times<kSmall>(p.block_size, p.num_blocks))) return {-1, 0};
+  if (kSmall || slot <= INT32_MAX) {
     const int block = block_size.quotient(static_cast<int>(slot));
     return {block, static_cast<int>(slot) - block * block_size.value};
   }
   return {static_cast<int>(slot / p.block_size), static_cast<int>(slot % p.block_size)};
 }
-
-__device__ __forceinline__ int64_t row_offset(const BlockStrides& s, const SlotPosition& at, int head) {
-  return at.block * s.block + at.offset * s.slot + head * s.head;
+__device__ __forceinline__ SlotPosition locate_slot(const KvWriteParams& p, const Divisor& block_size, int token) {
+  return locate(p, block_size, load_slot(p, token));
 }
 
 // Lanes (a power of two up to 32, inside one warp) that hold a row of `elements` elements, `per_lane` each.
@@ -39,58 +75,60 @@ inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) 
 
 // ---- Quantising: a lane holds two pieces of a row.
 
-// Magnitudes are the bits of a float32 |x|: as unsigned integers they order like the numbers, infinity above them, NaN
-// above that.
-constexpr uint32_t kInfiniteMagnitude = 0x7f800000;
+// Magnitudes are the bits of |x| in its own type: as unsigned integers they order like the numbers, infinity above
+// them, NaN above that.
+template <class T>
+constexpr uint32_t kInfiniteMagnitude = sizeof(T) == 4              ? 0x7f800000
+                                        : std::is_same_v<T, __half> ? 0x7c00
+                                                                    : 0x7f80;
 
-__device__ __forceinline__ uint32_t largest_magnitude(const Piece<4>& piece, float) {
+__device__ __forceinline__ float magnitude_as_float(uint32_t bits, float) { return __uint_as_float(bits); }
+template <class T>
+__device__ __forceinline__ float magnitude_as_float(uint32_t bits, T) {
+  float v[8];
+  to_float(Piece<2>{{bits}}, T{}, v);
+  return v[0];
+}
+
+__device__ __forceinline__ uint32_t largest_magnitude(const Piece<4> (&pieces)[2]) {
   uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) largest = max(largest, piece.words[i] & 0x7fffffffu);
+  for (int i = 0; i < 16; ++i) largest = max(largest, pieces[i / 8].words[i % 8] & 0x7fffffffu);
   return largest;
 }
-__device__ __forceinline__ uint32_t largest_magnitude(const Piece<2>& piece, __nv_bfloat16) {
-  __nv_bfloat162 largest = {};
+__device__ __forceinline__ uint32_t largest_magnitude(const Piece<2> (&pieces)[2]) {
+  uint32_t largest = 0;  // of the even and of the odd elements
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    __nv_bfloat162_raw raw;
-    raw.x = static_cast<unsigned short>(piece.words[i]);
-    raw.y = static_cast<unsigned short>(piece.words[i] >> 16);
-    largest = __hmax2_nan(largest, __habs2(__nv_bfloat162(raw)));
-  }
-  return __float_as_uint(__bfloat162float(__hmax_nan(largest.x, largest.y)));
-}
-__device__ __forceinline__ uint32_t largest_magnitude(const Piece<2>& piece, __half) {
-  __half2 largest = {};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    __half2_raw raw;
-    raw.x = static_cast<unsigned short>(piece.words[i]);
-    raw.y = static_cast<unsigned short>(piece.words[i] >> 16);
-    largest = __hmax2_nan(largest, __habs2(__half2(raw)));
-  }
-  return __float_as_uint(__half2float(__hmax_nan(largest.x, largest.y)));
+  for (int i = 0; i < 8; ++i) largest = __vmaxu2(largest, pieces[i / 4].words[i % 4] & 0x7fff7fffu);
+  return max(largest & 0xffffu, largest >> 16);
 }
 
 // Rarely needed, so out of line: kernels this short are bound by the code that they fetch.
 template <class T>
 __device__ __noinline__ uint32_t largest_finite_magnitude(Piece<sizeof(T)> piece) {
-  float v[8];
-  to_float(piece, T{}, v);
+  constexpr int kPerWord = 4 / sizeof(T);
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const uint32_t magnitude = __float_as_uint(v[i]) & 0x7fffffffu;
-    largest = max(largest, magnitude < kInfiniteMagnitude ? magnitude : 0);
+    const uint32_t element = piece.words[i / kPerWord] >> (i % kPerWord * 16);
+    const uint32_t magnitude = element & (sizeof(T) == 4 ? 0x7fffffffu : 0x7fffu);
+    largest = max(largest, magnitude < kInfiniteMagnitude<T> ? magnitude : 0);
   }
   return largest;
 }
 
-// The largest over a group of lanes.  All lanes of the warp call it together.
-__device__ __forceinline__ uint32_t largest_of_group(uint32_t magnitude, int lanes) {
-  for (int step = lanes / 2; step > 0; step /= 2)
-    magnitude = max(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, step));
-  return magnitude;
+// The largest of each of kRows rows over a group of lanes.  All lanes of the warp call it together.
+template <class T, int kRows>
+__device__ __forceinline__ void spread_largest(uint32_t* largest, int lanes) {
+  if constexpr (kRows == 2 && sizeof(T) == 2) {  // both in one word
+    uint32_t both = largest[0] | largest[1] << 16;
+    for (int step = lanes / 2; step > 0; step /= 2) both = __vmaxu2(both, __shfl_xor_sync(0xffffffffu, both, step));
+    largest[0] = both & 0xffffu, largest[1] = both >> 16;
+  } else {
+    for (int step = lanes / 2; step > 0; step /= 2)
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) largest[i] = max(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], step));
+  }
 }
 
 // stored = value / scale, whatever the value and the scale.
@@ -107,10 +145,10 @@ __device__ __noinline__ Piece<1> quantize_any(Piece<sizeof(T)> piece, float scal
 // the quotient to the nearest (Markstein 1990, doi:10.1147/rd.341.0111).  A quotient small enough to lose bits of its
 // remainder is stored as zero either way.
 template <class Cache>
-__device__ __forceinline__ bool moderate(float scale, uint32_t largest) {
+__device__ __forceinline__ bool moderate(float scale, float largest) {
   const float magnitude = fabsf(scale);
   const float limit = std::is_same_v<Cache, int8_t> ? fminf(127.25f * magnitude, 0x1p60f) : 0x1p60f;
-  return magnitude > 0x1p-60f && magnitude < 0x1p60f && largest < __float_as_uint(limit);
+  return magnitude > 0x1p-60f && magnitude < 0x1p60f && largest < limit;
 }
 template <class T, class Cache>
 __device__ __forceinline__ Piece<1> quantize_moderate(const Piece<sizeof(T)>& piece, float scale, float reciprocal) {
@@ -130,48 +168,49 @@ struct LanePieces {
 };
 
 // The scale of a row that does not depend on its content.
+template <bool kSmall = false>
 __device__ __forceinline__ float fixed_scale(const ScaleView& scales, int head) {
-  return scales.data != nullptr && !scales.per_token() ? scales.data[head * scales.strides.head] : 1.0f;
+  return scales.data != nullptr && !scales.per_token() ? scales.data[times<kSmall>(head, scales.strides.head)] : 1.0f;
 }
 
-// The scale that makes a row's largest finite magnitude the largest number of the cache.
-template <class T, class Cache>
-__device__ __forceinline__ float scale_of_row(const Piece<sizeof(T)> (&pieces)[2], uint32_t largest, int lanes) {
-  largest = largest_of_group(largest, lanes);
-  if (__any_sync(0xffffffffu, largest >= kInfiniteMagnitude))
-    largest =
-        largest_of_group(max(largest_finite_magnitude<T>(pieces[0]), largest_finite_magnitude<T>(pieces[1])), lanes);
-  const float ratio = __uint_as_float(largest) / largest_finite(Cache{});
-  return ratio > 0.0f ? ratio : 1.0f;
-}
-
-// Quantises a row and stores it at `at`, its scale too where every row has its own; else `scale` is the row's.  All
-// lanes of the warp call it together, with equal `row_scales`: whether K or V have a scale a row.
-template <class T, class Cache>
-__device__ __forceinline__ void store_quantized(void* cache, const BlockStrides& strides, const ScaleView& scales,
-                                                bool aligned, const Piece<sizeof(T)> (&pieces)[2],
-                                                const LanePieces& part, int lanes, int lane, const SlotPosition& at,
-                                                int head, float scale, bool row_scales) {
-  const uint32_t largest = max(largest_magnitude(pieces[0], T{}), largest_magnitude(pieces[1], T{}));
-  if (row_scales) {
-    const float own = scale_of_row<T, Cache>(pieces, largest, lanes);
-    if (scales.per_token()) scale = own;
-    if (scales.per_token() && at.block >= 0 && lane == 0) scales.data[row_offset(scales.strides, at, head)] = scale;
+// For each of kRows rows the scale that makes its largest finite magnitude the largest number of the cache.
+// `of_lane`: the largest magnitudes of the lane's pieces.  All lanes of the warp call it together.
+template <class T, class Cache, int kRows>
+__device__ __forceinline__ void scales_of_rows(const Piece<sizeof(T)> (*pieces)[2], const uint32_t* of_lane, int lanes,
+                                               float* scales) {
+  uint32_t largest[kRows];
+  bool infinite = false;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    largest[i] = of_lane[i];
+    infinite |= of_lane[i] >= kInfiniteMagnitude<T>;
   }
-  if (at.block < 0) return;
-  Piece<1> stored[2];
-  if (moderate<Cache>(scale, largest)) {
-    const float reciprocal = 1.0f / scale;
+  if (__any_sync(0xffffffffu, infinite))
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      largest[i] = max(largest_finite_magnitude<T>(pieces[i][0]), largest_finite_magnitude<T>(pieces[i][1]));
+  spread_largest<T, kRows>(largest, lanes);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const float ratio = magnitude_as_float(largest[i], T{}) / largest_finite(Cache{});
+    scales[i] = ratio > 0.0f ? ratio : 1.0f;
+  }
+}
+
+// A lane's pieces, whose largest magnitude is `largest`, as the cache holds them.
+template <class T, class Cache>
+__device__ __forceinline__ void quantize_row(const Piece<sizeof(T)> (&pieces)[2], uint32_t largest, float scale,
+                                             Piece<1> (&stored)[2]) {
+  if (moderate<Cache>(scale, magnitude_as_float(largest, T{}))) {
+    float reciprocal;  // rounded to nearest, as 1 / scale is, whose checks of the range are not needed here
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(scale));
+    reciprocal = fmaf(fmaf(-reciprocal, scale, 1.0f), reciprocal, reciprocal);
 #pragma unroll
     for (int i = 0; i < 2; ++i) stored[i] = quantize_moderate<T, Cache>(pieces[i], scale, reciprocal);
   } else {
 #pragma unroll
     for (int i = 0; i < 2; ++i) stored[i] = quantize_any<T, Cache>(pieces[i], scale);
   }
-  uint8_t* row = static_cast<uint8_t*>(cache) + row_offset(strides, at, head);
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (part.count[i] > 0) store_piece(row + part.first[i], stored[i], aligned, part.count[i]);
 }
 
 }  // namespace paged_attn

@@ -105,7 +105,9 @@ __device__ __forceinline__ void rotate(const Rotation& r, bool interleaved, Piec
 // A group of lanes (threadIdx.x) does the rows first, first + parts, ... of one token, query heads before key heads
 // before value heads: cosines, sines and the slot are found once for them all.
 template <class T, class Cache, bool kAligned>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 6 : 8)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 6
+                                            : kAligned     ? 8
+                                                           : 7)
     rope_write_kernel(const __grid_constant__ RopeWriteParams p, const Alignment aligned, const Divisor parts,
                       const Divisor block_size) {
   ptx::pdl_launch_dependents();
@@ -155,9 +157,21 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 6 : 8)
     const BlockStrides& strides = is_value ? w.value_cache_strides : w.key_cache_strides;
     const bool cache_aligned = kAligned || (is_value ? aligned.value_cache : aligned.key_cache);
     if constexpr (sizeof(Cache) == 1) {
-      if (__any_sync(0xffffffffu, to.block >= 0))
-        store_quantized<T, Cache>(cache, strides, scales, cache_aligned, pieces, part, lanes, lane, to, head, scale,
-                                  w.k_scale.per_token() || w.v_scale.per_token());
+      if (!__any_sync(0xffffffffu, to.block >= 0)) continue;
+      const uint32_t largest = largest_magnitude(pieces);
+      if (w.k_scale.per_token() || w.v_scale.per_token()) {  // the same for the whole warp, which may hold both
+        float own;
+        scales_of_rows<T, Cache, 1>(&pieces, &largest, lanes, &own);
+        if (scales.per_token()) scale = own;
+        if (scales.per_token() && to.block >= 0 && lane == 0) scales.data[row_offset(scales.strides, to, head)] = own;
+      }
+      if (to.block < 0) continue;
+      Piece<1> stored[2];
+      quantize_row<T, Cache>(pieces, largest, scale, stored);
+      uint8_t* out = static_cast<uint8_t*>(cache) + row_offset(strides, to, head);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (part.count[i] > 0) store_piece(out + part.first[i], stored[i], cache_aligned, part.count[i]);
     } else if (to.block >= 0) {
       T* out = static_cast<T*>(cache) + row_offset(strides, to, head);
 #pragma unroll

@@ -61,6 +61,11 @@ __device__ __forceinline__ void store_piece(void* p, const Piece<kElementBytes>&
   }
 }
 
+// Two pieces side by side at a multiple of 16 bytes.
+__device__ __forceinline__ void store_pieces(void* p, const Piece<1> (&pieces)[2]) {
+  *static_cast<uint4*>(p) = make_uint4(pieces[0].words[0], pieces[0].words[1], pieces[1].words[0], pieces[1].words[1]);
+}
+
 inline bool is_aligned(const void* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 // Whether every row begins at a multiple of the alignment of a piece of its type.
