@@ -1,7 +1,9 @@
 // A consumer warpgroup: 64 rows of a tile against all of its keys.
 //
 // Step j: issue S = Q K_j, issue O += P V_(j+1), wait for S, softmax(S) while P V runs, wait for it, rescale O, pack P.
-// The two warpgroups take turns in issuing, so that one does softmax while the other has the tensor cores.
+// With kEarlyOutput O is waited for once the maxima of S are found, since P V has ended by then: the rest is one
+// stretch of arithmetic in which the special functions never pause.  The two warpgroups take turns in issuing, so that
+// one does softmax while the other has the tensor cores.
 //
 // Accumulator element 4b + e (e = 0, 1) of lane l is row l / 4, column 8b + 2 (l % 4) + e of the warp's 16 rows;
 // element 4b + 2 + e is row l / 4 + 8.  So a thread has two rows, "0" and "1", shared by four neighbouring lanes.
@@ -46,6 +48,7 @@ class PrefillConsumer {
  private:
   using T = typename Traits::T;
   static constexpr int kKeys = Traits::kKeys, kHeadDim = Traits::kHeadDim, kConsumers = Traits::kConsumers;
+  static constexpr int kRowsAtOnce = Traits::kEarlyOutput ? 2 : 1;  // of the thread's two
   static constexpr int kTurnBarrier = 1, kWarpgroupBarrier = kTurnBarrier + kConsumers;
 
   __device__ __forceinline__ int warpgroup() const { return threadIdx.x / 128 - 1; }
@@ -123,8 +126,11 @@ class PrefillConsumer {
     wgmma_wait<0>();
     pin(s_);
     release_key();
-    softmax<true>(step--);
-    pack();
+    finish_scores<true>(step--);
+#pragma unroll
+    for (int r = 0; r < 2; r += kRowsAtOnce) find_maxima<true>(r), exponentiate(r);
+    scale_probabilities();
+    if constexpr (!Traits::kEarlyOutput) pack();
     ++steps_;
     while (step >= tiles_.steps().first) {
       forget(tiles_.position.count);  // addresses of the tile
@@ -153,16 +159,32 @@ class PrefillConsumer {
     wgmma_wait<1>();
     pin(s_);
     release_key();
-    softmax<kMasked>(step);
-    hold(step_sum_);
+    finish_scores<kMasked>(step);
+    if constexpr (Traits::kEarlyOutput) {
+#pragma unroll
+      for (int r = 0; r < 2; r += kRowsAtOnce) find_maxima<kMasked>(r);
+      hold(rescale_[0] + rescale_[1]);
+      finish_output();
+#pragma unroll
+      for (int r = 0; r < 2; r += kRowsAtOnce) exponentiate(r);
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; r += kRowsAtOnce) find_maxima<kMasked>(r), exponentiate(r);
+      scale_probabilities();
+      hold(sum_[0] + sum_[1]);
+      finish_output();
+      pack();
+    }
+    ++steps_;
+  }
+
+  __device__ __forceinline__ void finish_output() {
     wgmma_wait<0>();
     pin(o_);
     pin(p_frag_);
     release_value();
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) o_[i] *= rescale_[i / 2 % 2];
-    pack();
-    ++steps_;
   }
 
   __device__ __forceinline__ void issue_scores() {
@@ -266,9 +288,9 @@ class PrefillConsumer {
     }
   }
 
-  // S becomes P, unnormalised; the running maximum and sum follow, and rescale_ says what O lacks.
+  // S is masked, and in units of log2 once multiplied by score_scale.
   template <bool kMasked>
-  __device__ __forceinline__ void softmax(int step) {
+  __device__ __forceinline__ void finish_scores(int step) {
     if constexpr (Traits::kTokenScales)
       if (token_scales()) {
         ptx::mbarrier_wait(smem_.scales_full(key().slot()), key().parity());
@@ -290,35 +312,50 @@ class PrefillConsumer {
         }
       }
     }
+  }
+
+  // Of rows `first` .. `first` + kRowsAtOnce - 1 of the thread: the running maximum; rescale_ says what O lacks.
+  template <bool kMasked>
+  __device__ __forceinline__ void find_maxima(int first) {
     const float scale = score_scale();
-    step_sum_ = 0.f;
+    float m[2][2];  // two chains a row, for their latency; so the sums below
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float m = max_[r], other = max_[r];  // two chains, for their latency; so the sums below
+    for (int r = first; r < first + kRowsAtOnce; ++r) m[r][0] = m[r][1] = max_[r];
 #pragma unroll
-      for (int b = 0; b < kKeys / 8; b += 2) {
-        m = fmaxf(m, fmaxf(s_[4 * b + 2 * r], s_[4 * b + 2 * r + 1]));
-        other = fmaxf(other, fmaxf(s_[4 * b + 4 + 2 * r], s_[4 * b + 4 + 2 * r + 1]));
-      }
-      m = fmaxf(m, other);
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-      const float offset = kMasked ? exp2_reference(m * scale) : m * scale;
-      rescale_[r] = ptx::exp2(max_[r] * scale - offset);
-      max_[r] = m;
-      float sums[2] = {0.f, 0.f};
+    for (int b = 0; b < kKeys / 8; ++b)
 #pragma unroll
-      for (int b = 0; b < kKeys / 8; ++b) {
+      for (int r = first; r < first + kRowsAtOnce; ++r)
+        m[r][b % 2] = fmaxf(m[r][b % 2], fmaxf(s_[4 * b + 2 * r], s_[4 * b + 2 * r + 1]));
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          s_[4 * b + 2 * r + e] = ptx::exp2(s_[4 * b + 2 * r + e] * scale - offset);
-        }
-        sums[b % 2] += s_[4 * b + 2 * r] + s_[4 * b + 2 * r + 1];
-      }
-      const float sum = sums[0] + sums[1];
-      sum_[r] = sum_[r] * rescale_[r] + sum;
-      step_sum_ += sum;
+    for (int r = first; r < first + kRowsAtOnce; ++r) {
+      float x = fmaxf(m[r][0], m[r][1]);
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+      offset_[r] = kMasked ? exp2_reference(x * scale) : x * scale;
+      rescale_[r] = ptx::exp2(max_[r] * scale - offset_[r]);
+      max_[r] = x;
     }
+  }
+
+  // The same rows of S become P, unnormalised; the running sum.
+  __device__ __forceinline__ void exponentiate(int first) {
+    const float scale = score_scale();
+    float sums[2][2] = {};
+#pragma unroll
+    for (int b = 0; b < kKeys / 8; ++b)
+#pragma unroll
+      for (int r = first; r < first + kRowsAtOnce; ++r) {
+        float &x = s_[4 * b + 2 * r], &y = s_[4 * b + 2 * r + 1];
+        x = ptx::exp2(x * scale - offset_[r]), y = ptx::exp2(y * scale - offset_[r]);
+        sums[r][b % 2] += x + y;
+        if constexpr (Traits::kEarlyOutput) p_frag_[2 * b + r] = ptx::pack<T>(x, y);
+      }
+#pragma unroll
+    for (int r = first; r < first + kRowsAtOnce; ++r) sum_[r] = sum_[r] * rescale_[r] + (sums[r][0] + sums[r][1]);
+  }
+
+  // The rest of the softmax, where P is not packed yet.
+  __device__ __forceinline__ void scale_probabilities() {
     if constexpr (Traits::kTokenScales)
       if (token_scales()) {
         const uint32_t scales = smem_.scales(key().slot()) + kKeys * 4;
@@ -473,7 +510,7 @@ class PrefillConsumer {
   float o_[kHeadDim / 2];
   uint32_t p_frag_[kKeys / 4];  // packed probabilities, as the A operand of P V
   uint32_t q_[Traits::kQueryInRegisters ? kHeadDim / 4 : 1];
-  float max_[2], sum_[2], rescale_[2], step_sum_;
+  float max_[2], sum_[2], offset_[2], rescale_[2];
   float value_unit_;           // of O, with value scales per token
   int full_begin_, full_end_;  // steps of this piece that need no mask
 };

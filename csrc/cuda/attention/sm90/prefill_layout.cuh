@@ -26,6 +26,7 @@ struct PrefillTraits {
   static constexpr int kRowWarps = 4 * kConsumers;           // 16 rows each
   static constexpr bool kQueryInRegisters =                  // they must fit
       kHeadDim <= 128 && !(kScoreMods && (kQuantized || kHeadDim <= 64));
+  static constexpr bool kEarlyOutput = !kQuantized && kHeadDim > 64 && kHeadDim <= 192;  // P V ends with the maxima
   static constexpr int kQueryBuffers = kHeadDim > 128 ? 1 : 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // Of 64 K registers every thread has an equal part at launch; the producers give most of theirs to the consumers.

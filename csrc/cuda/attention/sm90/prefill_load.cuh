@@ -227,7 +227,7 @@ __device__ __forceinline__ void load_query(const PrefillParams& p, PrefillSmem<T
     else
       ptx::cp_async_wait<0>();
     if constexpr (!Traits::kQueryInRegisters) ptx::fence_proxy_async();  // wgmma reads it from shared memory
-    ptx::mbarrier_arrive(smem.query_full(buffer.slot(), w));  // each lane for its own copies
+    ptx::mbarrier_arrive(smem.query_full(buffer.slot(), w));             // each lane for its own copies
   }
 }
 
