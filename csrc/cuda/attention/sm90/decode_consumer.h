@@ -7,21 +7,21 @@
 
 namespace paged_attn::sm90 {
 
-// An item as its end sees it.
-struct Item {
-  Pieces pieces;
-  RowMap rows;
-  int num_rows;
-};
-
 // Warps are numbered (head slot, row group, slice of 16 tokens).  Those that differ in the slice alone are a team: they
 // hold the same rows over different tokens, and meet at the end of a piece.
 template <class Traits>
 struct Consumer {
   static constexpr int kSlices = Traits::kSlices, kHeadDim = Traits::kHeadDim, kWarpRows = Traits::kWarpRows;
-  static constexpr int kPitch = Traits::kSumPitch;
+  static constexpr int kPitch = Traits::kSumPitch, kEndRows = Traits::kEndRows;
   using Row = Partial<kHeadDim>;
-  static_assert(sizeof(Item) <= Traits::kHeldBytes);
+
+  // Of a warp, in shared memory because registers are scarce.  All lanes write the same.
+  struct Memo {
+    Walk<Traits> walk;
+    Item item;  // where the walk is
+    Item held;  // the item that an earlier CTA began and we end, if num_rows > 0
+  };
+  static_assert(sizeof(Memo) <= Traits::kMemoBytes);
 
   const DecodeArgs& a;
   unsigned char* shared;
@@ -39,9 +39,8 @@ struct Consumer {
   __device__ __forceinline__ float2* stats() const {
     return reinterpret_cast<float2*>(shared + Traits::kStatsOffset) + team() * kSlices * kWarpRows;
   }
-  // The item that an earlier CTA began and we end, if num_rows > 0.  All lanes write the same.
-  __device__ __forceinline__ Item& held() const {
-    return reinterpret_cast<Item*>(shared + Traits::kHeldOffset)[warp()];
+  __device__ __forceinline__ Memo& memo() const {
+    return reinterpret_cast<Memo*>(shared + Traits::kMemoOffset)[warp()];
   }
 
   __device__ __forceinline__ void meet() const { ptx::named_barrier_sync(1 + team(), kSlices * 32); }
@@ -103,92 +102,90 @@ struct Consumer {
     ptx::named_barrier_sync(1 + Traits::kHeads * Traits::kRowGroups, Traits::kWarps * 32);
   }
 
-  // The end of a piece, in up to three steps that share one copy of the code: the rows of the piece itself; the item,
-  // if we computed and published all of its pieces; and after our last piece the item that an earlier CTA began, held
-  // back until now because by now all of its pieces are about ready.  `rehearsal`: one row, of no item; nothing is
-  // waited for or written.
-  __device__ __forceinline__ void finish_piece(const Item& item, int piece, bool last_of_share, bool rehearsal) const {
-    const Pieces& pieces = item.pieces;
-    const bool invariant = a.p.batch_invariant;
-    const bool ends = pieces.count > 1 && piece == pieces.count - 1;
-    const bool ours = invariant && pieces.in_one_cta();
-    const bool direct = ends && last_of_share && !invariant;
-    const int spare = gridDim.x + blockIdx.x;  // free cuts: the slot of our piece of the item held back
-    if (ends && !ours && !direct) held() = item;
-    __syncwarp();
+  // The end of a piece.  Its rows are written if it is all of the item, else published.  The CTA of an item's last
+  // piece takes the published rows and writes them: at once if it has computed all pieces, else at the end of its
+  // share, when all of them are about ready.
+  __device__ __forceinline__ void finish_piece(const SoftmaxState<Traits>& x, int piece, bool last_of_share) const {
+    Item item = memo().item;
+    const bool whole = item.pieces.count == 1, ends = !whole && piece == item.pieces.count - 1;
+    bool due = ends && (last_of_share || (a.p.batch_invariant && item.pieces.in_one_cta()));
+    const int slot = item.pieces.slot(piece);
+    share_state(x);
 #pragma unroll 1
-    for (int step = 0; step < 3; step++) {
-      if (step == 1 && !(ends && ours)) continue;
-      if (step == 2 && !(last_of_share && held().num_rows > 0)) continue;
-      Item x = item;
-      if (step == 2) x = held();
-      const int published = step == 0 && !direct ? 0 : invariant ? x.pieces.count : x.pieces.count - 1;
+    for (int i = slice(); i < kWarpRows && first_row() + i < item.num_rows; i += kSlices) {
+      Row y;
+      y.clear();
+      add_states(y, i);
+      if (whole)
+        write_row<Traits>(a, RowPlace::of(a, item.rows, first_row() + i), y, item.value_scale);
+      else
+        publish(SlotRow<Traits>(a, slot, head() * Traits::kRows + first_row() + i), y);
+    }
+    if (ends && !due) memo().held = item;
 #pragma unroll 1
-      for (int i = slice(); i < kWarpRows; i += kSlices) {
-        const int row = first_row() + i, slot_row = head() * Traits::kRows + row;
-        if (row >= x.num_rows && !rehearsal) break;
-        Row y;
-        y.clear();
-        if (step == 0) add_states(y, i);
-        if (step == 2 && !invariant) take_back(SlotRow<Traits>(a, spare, slot_row), y);
-        if (published > 0 || rehearsal) merge_published(SlotRow<Traits>(a, x.pieces.base, slot_row), published, y);
-        if (published > 0 || x.pieces.count == 1)
-          write_row<Traits>(a, x.rows, row, y, !rehearsal);
-        else
-          publish(SlotRow<Traits>(a, ends && !invariant ? spare : x.pieces.base + piece, slot_row), y);
-        if (rehearsal) return;
+    for (;; due = false) {
+      if (!due) {
+        __syncwarp();
+        item = memo().held;
+        if (!last_of_share || item.num_rows == 0) return;
+        __syncwarp();
+        memo().held.num_rows = 0;
+      }
+#pragma unroll 1
+      for (int i = slice(); i < kWarpRows; i += kSlices * kEndRows) {
+        const int row = first_row() + i, num_rows = (item.num_rows - row + kSlices - 1) / kSlices;
+        if (num_rows <= 0) break;
+        take_published<Traits>(a, item, head() * Traits::kRows, row, num_rows);
       }
     }
   }
 
-  // `w`: the beginning of the share.  With kRehearsal it is found here, after a first pass that is a rehearsal: while
-  // the kernel ahead still runs, the end of a piece, the longest stretch of code and all of it in the latency of a
-  // short call, is gone through for no item, so that its instructions are in the cache.  `early`: `w` is known before
-  // the kernel ahead has ended.
-  __device__ __forceinline__ void run(const Ring& ring, Walk<Traits> w, bool early) const {
+  // `share`: in shared memory, written by a producer.
+  __device__ __forceinline__ void run(const Ring& ring, const Walk<Traits>& share) const {
     using Element = std::conditional_t<Traits::kQuantized, __half, typename Traits::Cache>;  // zero is zero in either
     const AttentionParams& p = a.p;
     LaneMap<Traits> lanes(a, head(), slice() * 16);
-    held().num_rows = 0;
     Cursor stage, query;
-    Item item = {{0, 1}, {0, 0, a.group, a.group_inverse}, 0};
-    const auto begin = [&] {
-      if (Traits::kRehearsal || early) ptx::pdl_wait();
-      // The prefill kernel beside this one does not wait for what went before: that has ended now.
-      if (a.range.side_by_side) ptx::pdl_launch_dependents();
-      if constexpr (Traits::kRehearsal) w = make_walk<Traits>(a);
-      if (a.range.owns_empty) write_empty_rows<Element>(p, Traits::kWarps * 32);  // the first stages are on their way
-    };
-    bool rehearsal = Traits::kRehearsal;
-    lanes.set_rows(head(), first_row(), 1);
-    if (!rehearsal) begin();
-    while (rehearsal || !w.done) {
+    __syncthreads();  // the barriers are initialised and the share is found
+    ptx::pdl_wait();
+    // The prefill kernel beside this one does not wait for what went before: that has ended now.
+    if (a.range.side_by_side) ptx::pdl_launch_dependents();
+    memo().walk = share;
+    memo().held.num_rows = 0;
+    if (a.range.owns_empty) write_empty_rows<Element>(p, Traits::kWarps * 32);  // the first stages are on their way
+    for (;;) {
+      __syncwarp();
+      const Walk<Traits>& w = memo().walk;
+      if (w.done()) return;
       const Visibility see(a, w.s);
       float key_scale = 1.f;
+      Item item;
+      item.pieces = Pieces::of(a, w);
+      item.rows = {w.s.query_begin, w.head_group * Traits::kHeads + head(), a.group, a.group_inverse};
+      item.num_rows = min(w.s.query_len * a.group, a.max_rows);
+      item.value_scale = 1.f;
+      if (Traits::kQuantized && !Traits::kTokenScales) {
+        if (p.k_scale.data) key_scale = __ldg(p.k_scale.data + item.rows.kv_head * p.k_scale.strides.head);
+        if (p.v_scale.data) item.value_scale = __ldg(p.v_scale.data + item.rows.kv_head * p.v_scale.strides.head);
+      }
+      memo().item = item;
       const uint32_t query_buffer = ring.stages + Traits::kQueryOffset + query.index * Traits::kQueryBytes;
       const uint32_t query_free = ring.query + query.index * 8;
-      int limit = 0;
-      if (!rehearsal) {
-        item.pieces = Pieces::of(a, w);
-        item.rows.query_begin = w.s.query_begin, item.rows.kv_head = w.head_group * Traits::kHeads + head();
-        item.num_rows = min(w.s.query_len * a.group, a.max_rows);
-        if (Traits::kQuantized && !Traits::kTokenScales && p.k_scale.data)
-          key_scale = __ldg(p.k_scale.data + item.rows.kv_head * p.k_scale.strides.head);
-        query.step(2);
-        lanes.set_rows(head(), first_row(), item.num_rows);
-        ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);  // the query rows are there
-        if (Traits::kQuantized && !Traits::kQueryInRegisters) convert_query(query_buffer, item.num_rows);
-        limit = w.limit(a);
-      }
+      query.step(2);
+      lanes.set_rows(head(), first_row(), item.num_rows);
+      const int limit = w.limit(a), origin = w.s.first_tile * Traits::kTileTokens + slice() * 16;
+      int tile = w.tile;
+      ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);  // the query rows are there
+      if (Traits::kQuantized && !Traits::kQueryInRegisters) convert_query(query_buffer, item.num_rows);
       do {
         int end = limit;
-        if (p.batch_invariant && !rehearsal) {
+        if (p.batch_invariant) {
           const int part = part_tiles<Traits>(w.s.num_tiles);
-          end = min(limit, (w.tile / part + 1) * part);
+          end = min(limit, (tile / part + 1) * part);
         }
         const auto release_query = [&] {
           __syncwarp();
-          if (end == limit && !rehearsal && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(query_free);
+          if (end == limit && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(query_free);
         };
         uint32_t q[Traits::kRowTiles][Traits::kQuerySteps][4];
         if (Traits::kQueryInRegisters) {
@@ -201,30 +198,28 @@ struct Consumer {
         }
         SoftmaxState<Traits> x;
         x.clear();
-        for (; w.tile < end; w.tile++) {
+        do {
           ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);
-          const int first_token = w.first_token() + slice() * 16;
+          const int first_token = origin + tile * Traits::kTileTokens;
           if (!Traits::kLoadsOnly && first_token < see.len && first_token + 16 > see.first_key)
             attend<Traits>(a, x, lanes, ring.stages + stage.index * Traits::kStageBytes,
                            ring.scales<Traits>(stage.index, 0) + (head() * Traits::kTileTokens + slice() * 16) * 4,
-                           query_buffer, q, key_scale, item.rows, first_row(), first_token, see);
+                           query_buffer, q, key_scale, memo().item.rows, first_row(), first_token, see);
           __syncwarp();
           if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring.empty + stage.index * 8);
           stage.step(Traits::kStages);
-        }
+        } while (++tile < end);
         if (!Traits::kQueryInRegisters) release_query();
         if (Traits::kLoadsOnly) continue;
-        share_state(x);
-        int piece = blockIdx.x - item.pieces.base;
-        if (p.batch_invariant && !rehearsal) piece = (end - 1) / part_tiles<Traits>(w.s.num_tiles);
-        finish_piece(item, piece, end == limit && w.in_last_item(), rehearsal);
-      } while (w.tile < limit);
-      if (rehearsal) {
-        rehearsal = false;
-        begin();
-      } else {
-        w.next_item(a);
-      }
+        int piece = blockIdx.x - memo().item.pieces.base;
+        if (p.batch_invariant) piece = (end - 1) / part_tiles<Traits>(w.s.num_tiles);
+        finish_piece(x, piece, end == limit && w.in_last_item());
+      } while (tile < limit);
+      if (w.in_last_item()) return;  // at once: the call ends with this
+      Walk<Traits> next = w;
+      next.next_item(a);
+      __syncwarp();
+      memo().walk = next;
     }
   }
 };

@@ -38,12 +38,16 @@ void launch(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
   const int box_tokens = p.block_size < Traits::kTileTokens ? p.block_size : Traits::kTileTokens;
   a.box_shift = log2(box_tokens), a.block_shift = log2(p.block_size);
   a.group_inverse = 65536u / a.group + 1;
+  a.modified_scores = p.softcap > 0.f || p.alibi_slopes != nullptr;
   const auto adjacent = [](const ScaleView& s) {
     return reinterpret_cast<uintptr_t>(s.data) % 16 == 0 && s.strides.slot == 1 && s.strides.block % 4 == 0 &&
            s.strides.head % 4 == 0;
   };
   a.adjacent_scales = adjacent(p.k_scale) && adjacent(p.v_scale);
   a.num_head_groups = p.num_kv_heads / Traits::kHeads;
+  a.grid_inverse = static_cast<unsigned>((uint64_t{1} << 32) / num_ctas) + 1;
+  a.seq_lens_stride = static_cast<int>(p.seq_lens_stride);
+  a.cu_seqlens_q_stride = static_cast<int>(p.cu_seqlens_q_stride);
   a.min_share = (128 + Traits::kTileTokens - 1) / Traits::kTileTokens;
   const size_t slots = size_t{2} * num_ctas * (p.batch_invariant ? kMaxParts : 1);
   const size_t rows = slots * Traits::kHeads * Traits::kRows;

@@ -81,32 +81,49 @@ struct RowMap {
   __device__ __forceinline__ int head(int row) const { return row - token(row) * group; }
 };
 
+// An item as its end sees it.
+struct Item {
+  Pieces pieces;
+  RowMap rows;
+  int num_rows;
+  float value_scale;
+};
+
+// Where a finished row goes.
+struct RowPlace {
+  uint16_t* out;
+  int64_t lse;  // index
+  int head;
+
+  __device__ __forceinline__ static RowPlace of(const DecodeArgs& a, const RowMap& rows, int row) {
+    const AttentionParams& p = a.p;
+    const int64_t token = rows.query_begin + rows.token(row);
+    const int head = rows.kv_head * a.group + rows.head(row);
+    uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_strides.token + head * p.out_strides.head;
+    return {out + threadIdx.x % 32 * 4, token * p.num_heads + head, head};
+  }
+};
+
 // Normalise and write a finished row, by a warp.
 template <class Traits>
-__device__ __forceinline__ void write_row(const DecodeArgs& a, const RowMap& rows, int row,
-                                          const Partial<Traits::kHeadDim>& x, bool store) {
+__device__ __forceinline__ void write_row(const DecodeArgs& a, const RowPlace& place,
+                                          const Partial<Traits::kHeadDim>& x, float value_scale) {
   const AttentionParams& p = a.p;
-  const int lane = threadIdx.x % 32;
-  const int head = rows.kv_head * a.group + rows.head(row);
-  const int64_t token = rows.query_begin + rows.token(row);
-  const RowEnd end = finish_row(x.max, x.sum, p.sinks ? p.sinks + head : nullptr);
-  if (p.lse && lane == 0 && store) p.lse[token * p.num_heads + head] = end.lse;
-  float factor = end.output_scale;
-  if (Traits::kQuantized && !Traits::kTokenScales && p.v_scale.data)
-    factor *= __ldg(p.v_scale.data + rows.kv_head * p.v_scale.strides.head);
+  const auto end = [&] { return finish_row(x.max, x.sum, p.sinks ? p.sinks + place.head : nullptr); };
+  const float factor = end().output_scale * value_scale;
   using Half = __half;
   using BFloat = __nv_bfloat16;
   const bool is_bfloat =
       std::is_same_v<typename Traits::Cache, BFloat> || (Traits::kQuantized && p.dtype == DType::kBFloat16);
-  uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_strides.token + head * p.out_strides.head;
 #pragma unroll
   for (int v = 0; v < x.kVectors; v++) {
-    if (!x.has(v) || !store) continue;
+    if (!x.has(v)) continue;
     const float4 y = make_float4(x.o[v].x * factor, x.o[v].y * factor, x.o[v].z * factor, x.o[v].w * factor);
-    *reinterpret_cast<uint2*>(out + v * 128 + lane * 4) =
-        is_bfloat ? make_uint2(ptx::pack<BFloat>(y.x, y.y), ptx::pack<BFloat>(y.z, y.w))
-                  : make_uint2(ptx::pack<Half>(y.x, y.y), ptx::pack<Half>(y.z, y.w));
+    const uint32_t low = is_bfloat ? ptx::pack<BFloat>(y.x, y.y) : ptx::pack<Half>(y.x, y.y);
+    const uint32_t high = is_bfloat ? ptx::pack<BFloat>(y.z, y.w) : ptx::pack<Half>(y.z, y.w);
+    *reinterpret_cast<uint64_t*>(place.out + v * 128) = static_cast<uint64_t>(high) << 32 | low;
   }
+  if (p.lse && threadIdx.x % 32 == 0) p.lse[place.lse] = end().lse;  // no logarithm if there is none
 }
 
 // Where a warp's lane finds its part of a row in a slot; slots are kSlotVectors and kSlotRows apart.
@@ -131,82 +148,106 @@ __device__ __forceinline__ void publish(const SlotRow<Traits>& to, const Partial
   if (threadIdx.x % 32 == 0) store_relaxed(to.stats, make_float2(x.max, x.sum));
 }
 
-// What this warp has published itself, taken back.
-template <class Traits>
-__device__ __forceinline__ void take_back(const SlotRow<Traits>& from, Partial<Traits::kHeadDim>& x) {
-  __syncwarp();
-  const float e = __uint_as_float(kEmptyWord);
-  const float2 s = load_relaxed(from.stats);
-  x.max = s.x, x.sum = s.y;
-#pragma unroll
-  for (int v = 0; v < x.kVectors; v++)
-    if (x.has(v)) x.o[v] = load_relaxed(from.out + v * 32), store_relaxed(from.out + v * 32, make_float4(e, e, e, e));
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) store_relaxed(from.stats, make_float2(e, e));
+// Floats and these integers have the same order.
+__device__ __forceinline__ int ordered(int float_bits) { return float_bits ^ (float_bits >> 31 & 0x7fffffff); }
+__device__ __forceinline__ float warp_max(float x) {
+  return __int_as_float(ordered(__reduce_max_sync(~0u, ordered(__float_as_int(x)))));
 }
 
-// Adds the row's pieces in `count` slots from `from` on to x, in order, and clears them; by a warp.  Lane k polls the
-// statistics of piece k of a round; all words of a round are requested at once and asked for again together.
+// Takes the published pieces of the rows `row`, row + kSlices, ... (num_rows of them) of an item, in order, clears
+// them, and writes the rows; by a warp.  A lane polls the statistics of one piece of one row.  The first values are
+// requested together with them and asked for again together, further ones once these are added.
 template <class Traits>
-__device__ __forceinline__ void merge_published(SlotRow<Traits> from, int count, Partial<Traits::kHeadDim>& x) {
+__device__ __forceinline__ void take_published(const DecodeArgs& a, const Item& item, int first_slot_row, int row,
+                                               int num_rows) {
   using Slot = SlotRow<Traits>;
-  constexpr int kVectors = Partial<Traits::kHeadDim>::kVectors;
-  constexpr bool kFew = Traits::kRows > (Traits::kQuantized ? 8 : 16);
-  constexpr int kMany = !kFew ? 8 / kVectors : Traits::kQuantized && Traits::kRows > 16 ? 2 : 4;
-  constexpr int kRound = Traits::kWarps < 8 ? 16 / kVectors : kMany;  // what fits registers
-  const int lane = threadIdx.x % 32;
-  const float e = __uint_as_float(kEmptyWord);
-  float2* stats = from.stats + lane * Slot::kSlotRows;
-#pragma unroll 1
-  do {
-    float2 s = make_float2(kNoMaximum, 0.f);
-    float4 o[kRound][kVectors];
-    if (lane < min(kRound, count)) s = load_relaxed(stats);
+  constexpr int kRows = Traits::kEndRows, kVectors = Partial<Traits::kHeadDim>::kVectors;
+  constexpr int kValues = Traits::kWarps == 4 || kRows * kVectors == 1 ? 16 : 8;  // held in registers
+  constexpr int kBatch = kValues / kRows / kVectors;                              // their pieces
+  constexpr int kRound = 32 / kRows;  // pieces whose statistics are polled together
+  const int lane = threadIdx.x % 32, my_row = lane / kRound, my_piece = lane % kRound;
+  const float e = __uint_as_float(__ballot_sync(~0u, true));  // kEmptyWord, in a register that is not made anew
+  const float4 empty = make_float4(e, e, e, e);
+  Slot from(a, item.pieces.base, first_slot_row + row);
+  Slot at(a, item.pieces.first_slot, first_slot_row + row);  // the first slot of a batch
+  float4 o[kBatch][kRows][kVectors];
+  // f(o, piece, row, its place in the slots) for the pieces of a batch; if there are few, for half of it.
+  const auto each = [&](int count, auto&& f) {
 #pragma unroll
-    for (int k = 0; k < kRound; k++)
+    for (int k = 0; k < kBatch; k++) {
+      if (k == kBatch / 2 && count <= kBatch / 2) break;
 #pragma unroll
-      for (int v = 0; v < kVectors; v++) {
-        o[k][v] = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (k < count && x.has(v)) o[k][v] = load_relaxed(from.out + k * Slot::kSlotVectors + v * 32);
-      }
-    for (;;) {
-      bool wait = is_empty(s);
-#pragma unroll
-      for (int k = 0; k < kRound; k++)
-#pragma unroll
-        for (int v = 0; v < kVectors; v++) wait |= is_empty(o[k][v]);
-      if (!__any_sync(~0u, wait)) break;
-      if (is_empty(s)) s = load_relaxed(stats);
-#pragma unroll
-      for (int k = 0; k < kRound; k++)
+      for (int i = 0; i < kRows; i++)
 #pragma unroll
         for (int v = 0; v < kVectors; v++)
-          if (is_empty(o[k][v])) o[k][v] = load_relaxed(from.out + k * Slot::kSlotVectors + v * 32);
+          f(o[k][i][v], k, i, v,
+            (k == 0 ? at.out : from.out + k * Slot::kSlotVectors) + i * (Traits::kSlices * Traits::kHeadDim / 4) +
+                v * 32);
     }
-    float max = fmaxf(s.x, x.max);
+  };
+  Partial<Traits::kHeadDim> x[kRows];
+  RowPlace place;
 #pragma unroll
-    for (int d = kRound / 2; d > 0; d /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, d));
-    max = __shfl_sync(~0u, max, 0);
-    const float weight = ptx::exp2(s.x - max);
-    float sum = weight * s.y;
-#pragma unroll
-    for (int d = kRound / 2; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    x.raise_max(max);
-    x.sum += __shfl_sync(~0u, sum, 0);
-#pragma unroll
-    for (int k = 0; k < kRound; k++) {
-      const float w = __shfl_sync(~0u, weight, k);
-#pragma unroll
-      for (int v = 0; v < kVectors; v++) {
-        x.add(v, o[k][v], w);
-        if (k < count && x.has(v)) store_relaxed(from.out + k * Slot::kSlotVectors + v * 32, make_float4(e, e, e, e));
+  for (int i = 0; i < kRows; i++) x[i].clear();
+#pragma unroll 1
+  for (int round = 0; round < item.pieces.count; round += kRound) {
+    const int round_count = min(item.pieces.count - round, kRound);
+    const bool polls = my_piece < round_count && my_row < num_rows;
+    float2* stats = (my_piece == 0 ? at.stats : from.stats + my_piece * Slot::kSlotRows) + my_row * Traits::kSlices;
+    float2 s = make_float2(kNoMaximum, 0.f);
+    float weight = 0.f;
+    if (polls) s = load_relaxed(stats);
+#pragma unroll 1
+    for (int first = 0; first < round_count; first += kBatch) {
+      const int count = round_count - first;
+      const auto has = [&](int k, int i, int v) { return k < count && i < num_rows && x[i].has(v); };
+      each(count, [&](float4& value, int k, int i, int v, float4* p) {
+        value = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (has(k, i, v)) value = load_relaxed(p);
+      });
+      if (kRows == 1 && round + first == 0) {  // while the first values are on their way
+        int r = row;
+        asm volatile("" : "+r"(r));  // not before
+        place = RowPlace::of(a, item.rows, r);
+        asm volatile("" : "+l"(place.out));  // not after
       }
+      for (;;) {
+        bool wait = is_empty(s);
+        each(count, [&](float4& value, int, int, int, float4*) { wait |= is_empty(value); });
+        if (!__any_sync(~0u, wait)) break;
+        if (is_empty(s)) s = load_relaxed(stats);
+        each(count, [&](float4& value, int, int, int, float4* p) {
+          if (is_empty(value)) value = load_relaxed(p);
+        });
+      }
+      if (first == 0) {
+        float my_max = 0.f;
+#pragma unroll
+        for (int i = 0; i < kRows; i++) {
+          const float max = warp_max(my_row == i ? fmaxf(s.x, x[i].max) : -INFINITY);
+          x[i].raise_max(max);
+          my_max = my_row == i ? max : my_max;
+        }
+        weight = ptx::exp2(s.x - my_max);
+        s.y *= weight;
+        if (polls) store_relaxed(stats, make_float2(e, e));
+      }
+      each(count, [&](float4& value, int k, int i, int v, float4* p) {
+        const int source = i * kRound + first + k;
+        if (v == 0) x[i].sum += __shfl_sync(~0u, s.y, source);
+        x[i].add(v, value, __shfl_sync(~0u, weight, source));
+        if (has(k, i, v)) store_relaxed(p, empty);
+      });
+      from.out += kBatch * Slot::kSlotVectors, at.out = from.out;
     }
-    if (lane < min(kRound, count)) store_relaxed(stats, make_float2(e, e));
-    from.out += kRound * Slot::kSlotVectors;
-    stats += kRound * Slot::kSlotRows;
-    count -= kRound;
-  } while (count > 0);
+    from.stats += kRound * Slot::kSlotRows, at.stats = from.stats;
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; i++)
+    if (i < num_rows) {
+      if (kRows > 1) place = RowPlace::of(a, item.rows, row + i * Traits::kSlices);
+      write_row<Traits>(a, place, x[i], item.value_scale);
+    }
   __syncwarp();  // cleared before any lane publishes here again
 }
 

@@ -60,7 +60,7 @@ template <class Traits>
 __device__ __forceinline__ Box look_up(const DecodeArgs& a, const Walk<Traits>& w, int box, bool starts) {
   Box b;
   const int token = w.first_token() + (box << a.box_shift);
-  b.valid = !w.done;
+  b.valid = !w.done();
   b.present = b.valid && token < w.s.len && token + (1 << a.box_shift) > w.s.first_key;
   b.first = starts || w.tile == 0;
   b.head_group = w.head_group;
@@ -110,11 +110,11 @@ __device__ __forceinline__ void load_scales(const ScaleView& scale, int box_shif
   ptx::cp_async_mbarrier_arrive(barrier);
 }
 
-// `tensor` 0: K and the query rows, 1: V.  `w`: the beginning of the share, found here with kRehearsal.  `early`:
-// lengths and table may be read before the kernel ahead has ended.
+// `tensor` 0: K and the query rows, 1: V.  `share`: in shared memory, written here.  `early`: lengths and table may be
+// read before the kernel ahead has ended.
 template <class Traits>
 __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* map, int tensor, const Ring& ring,
-                                        Walk<Traits> w, bool early) {
+                                        Walk<Traits>& share, bool early) {
   const int lane = threadIdx.x % 32;
   const int boxes_shift = 31 - __clz(Traits::kTileTokens) - a.box_shift;  // of a stage
   const int boxes = 1 << boxes_shift, stages_per_batch = 32 >> boxes_shift;
@@ -122,11 +122,9 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
   const int my_stage = lane >> boxes_shift, my_box = lane & (boxes - 1);
   const auto coordinate = [](const Box& b) { return Traits::kDense ? b.row * Traits::kRowBytes / 128 : b.row; };
   const uint64_t policy = ptx::l2_evict_first();  // every byte is read once
-  if (lane == 0) ptx::tensor_map_prefetch(map);
-  if constexpr (Traits::kRehearsal) {
-    if (!early) ptx::pdl_wait();
-    w = make_walk<Traits>(a);
-  }
+  if (!early) ptx::pdl_wait();
+  Walk<Traits> w = make_walk<Traits>(a);
+  if (tensor == 0 && lane == 0) share = w;
   w.advance(a, my_stage);
   Box now = look_up(a, w, my_box, my_stage == 0);
   Box next;
@@ -134,6 +132,7 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
   // L2 is coherent: what the kernel ahead still writes to these blocks is seen by the loads below.
   if (early && now.present && my_stage < Traits::kStages)
     ptx::tensor_prefetch_5d(map, 0, coordinate(now), 0, now.head_group * Traits::kHeads, now.page);
+  __syncthreads();  // see Consumer::run
   Cursor stage, query;
   for (bool more = true; more;) {
 #pragma unroll 1

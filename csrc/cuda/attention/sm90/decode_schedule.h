@@ -22,15 +22,15 @@ template <class Traits>
 __device__ __forceinline__ Sequence load_sequence(const DecodeArgs& a, int seq) {
   constexpr unsigned T = Traits::kTileTokens;
   const AttentionParams& p = a.p;
-  const auto at = [](int i, int64_t stride) { return static_cast<int64_t>(i) * static_cast<int>(stride); };
+  const auto at = [](int i, int stride) { return static_cast<int64_t>(i) * stride; };
   Sequence s;
-  s.len = __ldg(p.seq_lens + at(seq, p.seq_lens_stride));
+  s.len = __ldg(p.seq_lens + at(seq, a.seq_lens_stride));
   s.query_begin = seq, s.query_len = 1;
   if (p.cu_seqlens_q) {
-    s.query_begin = __ldg(p.cu_seqlens_q + at(seq, p.cu_seqlens_q_stride));
-    s.query_len = __ldg(p.cu_seqlens_q + at(seq + 1, p.cu_seqlens_q_stride)) - s.query_begin;
+    s.query_begin = __ldg(p.cu_seqlens_q + at(seq, a.cu_seqlens_q_stride));
+    s.query_len = __ldg(p.cu_seqlens_q + at(seq + 1, a.cu_seqlens_q_stride)) - s.query_begin;
   }
-  const bool ours = s.len > 0 && s.query_len >= max(1, a.range.min_len) && s.query_len <= a.range.max_len;
+  const bool ours = (s.len > 0) & (s.query_len >= max(1, a.range.min_len)) & (s.query_len <= a.range.max_len);
   s.first_key = max(0, s.len - s.query_len - a.window + 1);
   s.first_tile = static_cast<unsigned>(s.first_key) / T;
   s.num_tiles = ours ? static_cast<unsigned>(s.len + T - 1) / T - s.first_tile : 0;
@@ -67,8 +67,8 @@ struct Walk {
   int seq, head_group, tile;  // tile of the item: its tokens begin at (s.first_tile + tile) * kTileTokens
   Sequence s;
   unsigned item_begin, end, chunk;  // where the item and the share begin and end in the list
-  bool done;
 
+  __device__ __forceinline__ bool done() const { return s.num_tiles == 0; }
   __device__ __forceinline__ bool in_last_item() const { return item_begin + s.num_tiles >= end; }
   __device__ __forceinline__ int limit(const DecodeArgs& a) const {  // tiles of the item below this one are ours
     return cut_at<Traits>(a, end - item_begin, s.num_tiles);
@@ -77,7 +77,7 @@ struct Walk {
 
   __device__ __forceinline__ void next_item(const DecodeArgs& a) {
     if (in_last_item()) {
-      done = true;
+      s.num_tiles = 0;
       return;
     }
     item_begin += s.num_tiles;
@@ -90,7 +90,7 @@ struct Walk {
   }
   __device__ __forceinline__ void advance(const DecodeArgs& a, int tiles) {
     tile += tiles;
-    while (!done && tile >= limit(a)) {
+    while (!done() && tile >= limit(a)) {
       const int beyond = tile - s.num_tiles;
       next_item(a);
       tile = beyond;
@@ -127,19 +127,21 @@ __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
     const int tiles = load_sequence<Traits>(a, min(seq, num_seqs - 1)).num_tiles;
     return seq < num_seqs ? tiles * a.num_head_groups : 0;
   };
-  Walk<Traits> w;
-  w.done = true;
+  Walk<Traits> w = {};
   if (num_seqs == 0) return w;
-  unsigned sum = 0;
+  unsigned sum = cost(lane * per_lane);
 #pragma unroll 4
-  for (int i = 0; i < per_lane; i++) sum += cost(lane * per_lane + i);
+  for (int i = 1; i < per_lane; i++) sum += cost(lane * per_lane + i);
   const unsigned inclusive = warp_inclusive_sum(sum), total = __shfl_sync(~0u, inclusive, 31);
-  const unsigned ctas = a.range.side_by_side ? ctas_beside_prefill<Traits>(a, total) : gridDim.x;
-  w.chunk = max((total + ctas - 1) / ctas, static_cast<unsigned>(a.min_share));
+  unsigned chunk = __umulhi(total - 1, a.grid_inverse) + 1;  // total / gridDim.x, rounded up
+  if (a.range.side_by_side) {
+    const unsigned ctas = ctas_beside_prefill<Traits>(a, total);
+    chunk = (total + ctas - 1) / ctas;
+  }
+  w.chunk = max(chunk, static_cast<unsigned>(a.min_share));
   const unsigned begin = blockIdx.x * w.chunk;
   w.end = min(begin + w.chunk, total);
-  w.done = begin >= total;
-  if (w.done) return w;
+  if (begin >= total) return w;
 
   // The sequence that holds `begin`, and where it begins itself: first the lane that counted it, then among its own.
   const int owner = __ffs(__ballot_sync(~0u, begin >= inclusive - sum && begin < inclusive)) - 1;
@@ -166,23 +168,29 @@ __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
 }
 
 // The pieces of an item, in order: a piece is what a CTA owns of it, or one part if batch_invariant.  An item of one
-// piece is finished where it is computed; otherwise pieces are published in the slots base, base + 1, ... and merged by
-// the CTA of the last one.  A slot has one writer at a time:
-// - Free cuts: slot b is CTA b's, for the piece whose item goes on in CTA b + 1; the last piece need not be published.
-// - batch_invariant: all pieces are, in kMaxParts slots of the CTA that the item begins in.  It has two such runs: one
-//   for the item that goes on in the next CTA, one for those that end in the same, one after the other.
+// piece is finished where it is computed; otherwise all are published, and merged by the CTA of the last one.  A slot
+// has one writer at a time:
+// - Free cuts: CTA b has slot b, for its piece of the item that began in an earlier CTA, and slot gridDim.x + b, for
+// its
+//   piece of the item that begins here and goes on.
+// - batch_invariant: kMaxParts slots of the CTA that the item begins in.  It has two such runs: one for the item that
+//   goes on in the next CTA, one for those that end in the same, one after the other.
 struct Pieces {
-  int base, count;
+  int base, count;  // the slot of piece k > 0 is base + k
+  int first_slot;   // of piece 0
 
   template <class Traits>
   __device__ __forceinline__ static Pieces of(const DecodeArgs& a, const Walk<Traits>& w) {
     const int first_cta = w.item_begin / w.chunk;
     if (!a.p.batch_invariant)
-      return {first_cta, static_cast<int>((w.item_begin + w.s.num_tiles - 1) / w.chunk) - first_cta + 1};
+      return {first_cta, static_cast<int>((w.item_begin + w.s.num_tiles - 1) / w.chunk) - first_cta + 1,
+              static_cast<int>(gridDim.x) + first_cta};
     const int part = part_tiles<Traits>(w.s.num_tiles), count = (w.s.num_tiles + part - 1) / part;
     const int last_cta = (w.item_begin + (count - 1) * part) / w.chunk;
-    return {(first_cta * 2 + (last_cta == first_cta)) * kMaxParts, count};
+    const int base = (first_cta * 2 + (last_cta == first_cta)) * kMaxParts;
+    return {base, count, base};
   }
+  __device__ __forceinline__ int slot(int piece) const { return piece == 0 ? first_slot : base + piece; }
   // batch_invariant: the item lies in one CTA.
   __device__ __forceinline__ bool in_one_cta() const { return base / kMaxParts & 1; }
 };

@@ -154,6 +154,8 @@ __device__ __forceinline__ void finish_scores(const DecodeArgs& a, float (&c)[Tr
   for (int j = 0; j < Traits::kRowTiles; j++)
 #pragma unroll
     for (int i = 0; i < 4; i++) c[j][i] *= scale_log2[i / 2];
+  const bool masked = first_token + 16 > see.first_row_end || first_token < see.last_row_begin;
+  if (!masked && !a.modified_scores) return;  // one branch on the way of most tiles
   if (p.softcap > 0.f) {
 #pragma unroll
     for (int j = 0; j < Traits::kRowTiles; j++)
@@ -172,7 +174,7 @@ __device__ __forceinline__ void finish_scores(const DecodeArgs& a, float (&c)[Tr
         c[j][e + 2] += slope * (distance + 8);
       }
   }
-  if (first_token + 16 > see.first_row_end || first_token < see.last_row_begin) {
+  if (masked) {
 #pragma unroll
     for (int j = 0; j < Traits::kRowTiles; j++)
 #pragma unroll

@@ -24,9 +24,13 @@ struct DecodeArgs {
   int max_rows;            // packed rows (query tokens x group) of a sequence, at most kRows
   int num_head_groups;     // num_kv_heads / kHeads
   int min_share;           // least tiles of a CTA
-  int box_shift;           // log2 of the tokens in a TMA box: a block, or as much of it as a tile holds
-  int block_shift;         // log2 of block_size
-  bool adjacent_scales;    // kTokenScales: those of four tokens of a head are 16 aligned bytes
+  unsigned grid_inverse;   // 2^32 / CTAs + 1
+  int seq_lens_stride;     // p's, which fit
+  int cu_seqlens_q_stride;
+  bool modified_scores;  // soft cap or ALiBi
+  int box_shift;         // log2 of the tokens in a TMA box: a block, or as much of it as a tile holds
+  int block_shift;       // log2 of block_size
+  bool adjacent_scales;  // kTokenScales: those of four tokens of a head are 16 aligned bytes
 };
 
 constexpr int kMaxParts = 16;        // batch_invariant: parts of an item
@@ -66,7 +70,8 @@ struct DecodeTraits {
   static constexpr int kProducers = 2;  // warps: one for K, one for V; a TMA instruction takes its time to issue
   static constexpr int kThreads = 32 * (kWarps + kProducers);
   static constexpr int kTileTokens = 16 * kSlices;
-  static constexpr bool kRehearsal = kRows == 8 && kHeads > 1;  // see Consumer::run
+  // Rows that a warp finishes together at the end of a piece, kSlices apart.
+  static constexpr int kEndRows = kRows == 8 ? 1 : kWarpRows / kSlices < 4 ? kWarpRows / kSlices : 4;
   static constexpr bool kQueryInRegisters = kHeadDim * kWarpRows <= (kWarps == 4 ? 2048 : 1024);
 
   // Shared memory: the ring, two buffers of query rows (an item's queries arrive while the item before is worked on),
@@ -90,9 +95,11 @@ struct DecodeTraits {
   static constexpr int kSumOffset = kQueryOffset + 2 * kQueryBytes;
   static constexpr int kStatsOffset = kSumOffset + kSumBytes;
   static constexpr int kBarrierOffset = kStatsOffset + kStatsBytes;
-  static constexpr int kHeldOffset = kBarrierOffset + (2 * kStages + 2) * 8;
-  static constexpr int kHeldBytes = 64;  // a warp: Consumer::held
-  static constexpr int kSharedBytes = kHeldOffset + kWarps * kHeldBytes;
+  static constexpr int kShareOffset = kBarrierOffset + (2 * kStages + 2) * 8;
+  static constexpr int kShareBytes = 64;  // Walk
+  static constexpr int kMemoOffset = kShareOffset + kShareBytes;
+  static constexpr int kMemoBytes = 128;  // a warp: Consumer::Memo
+  static constexpr int kSharedBytes = kMemoOffset + kWarps * kMemoBytes;
   // One CTA an SM, exactly: with programmatic launch a grid that fits twice is doubled up on some SMs and leaves
   // others idle.
   static_assert(kStages >= 2 && kSharedBytes > 114 * 1024 && kSharedBytes <= 227 * 1024);
