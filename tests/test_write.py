@@ -192,6 +192,44 @@ def test_every_rounding(ops, dtype):
     check_every_rounding(ops, dtype)
 
 
+@pytest.mark.parametrize("scale", [1 - 2**-24, 0.1, 1.3])
+@pytest.mark.parametrize("row_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", QUANTISED_DTYPES, ids=str)
+def test_division(ops, dtype, row_dtype, scale):
+    """Every 16-bit number is stored as its quotient, rounded to a float first, rounds."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(row_dtype).view(-1, 2, 64)
+    slots = torch.arange(numbers.shape[0])
+    results = []
+    for write, device in ((ops.write_kv, ops.device), (reference.write_kv, "cpu")):
+        caches = [to_device(cache, device) for cache in make_cache(32, 16, 2, 64, dtype=dtype)]
+        scales = torch.tensor([scale], device=device)
+        write(numbers.to(device), -numbers.to(device), *caches, slots.to(device), k_scale=scales, v_scale=scales)
+        results.append([cache.cpu().float() for cache in caches])
+    for cache, right in zip(*results, strict=True):
+        assert torch.equal(cache.isnan(), right.isnan())
+        assert torch.equal(cache.nan_to_num(), right.nan_to_num())
+
+
+def test_quotients_at_boundaries():
+    """What the division of 16-bit rows in csrc/cuda/kv_row.cuh relies on.
+
+    Let a boundary be where the rounding to 8 bits changes, and a middle what lies halfway between it and the next
+    float. A number of 11 significant bits over a float is, relatively, within 2^-45 of a middle in one case alone.
+    """
+    close = []
+    for odd in range(1, 256, 2):  # a boundary's significand
+        boundary = odd << (24 - odd.bit_length())
+        for middle in (2 * boundary + 1, 2 * boundary - 1 if odd > 1 else 4 * boundary - 1):
+            for value in range(1 << 10, 1 << 11):
+                for shift in (36, 37, 38):
+                    scale = ((value << shift) + middle // 2) // middle
+                    if 1 << 23 <= scale < 1 << 24:
+                        distance = abs((value << shift) - middle * scale)
+                        if distance << 45 < middle * scale:
+                            close.append((value, middle, scale))
+    assert close == [(1 << 10, (1 << 24) + 1, (1 << 24) - 1)]
+
+
 def check_token_scales(ops, dtype):
     """A row's largest magnitude maps to the largest number; an all-zero row stores zeros and a finite scale."""
     key = torch.zeros(3, 2, 64, device=ops.device)

@@ -141,26 +141,39 @@ __device__ __noinline__ Piece<1> quantize_any(Piece<sizeof(T)> piece, float scal
   return quantize(v, Cache{});
 }
 
-// The same where value and scale are of moderate size.  One reciprocal serves all divisions: the remainder corrects
-// the quotient to the nearest (Markstein 1990, doi:10.1147/rd.341.0111).  A quotient small enough to lose bits of its
-// remainder is stored as zero either way.
+// The same where value and scale are of moderate size.
 template <class Cache>
 __device__ __forceinline__ bool moderate(float scale, float largest) {
   const float magnitude = fabsf(scale);
   const float limit = std::is_same_v<Cache, int8_t> ? fminf(127.25f * magnitude, 0x1p60f) : 0x1p60f;
   return magnitude > 0x1p-60f && magnitude < 0x1p60f && largest < limit;
 }
-template <class T, class Cache>
-__device__ __forceinline__ Piece<1> quantize_moderate(const Piece<sizeof(T)>& piece, float scale, float reciprocal) {
-  float v[8];
-  to_float(piece, T{}, v);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float q = v[i] * reciprocal;
-    v[i] = fmaf(fmaf(-q, scale, v[i]), reciprocal, q);
+
+// 1 / scale: `high` to the nearest float, `low` what it lacks.
+struct Reciprocal {
+  float scale, high, low;
+
+  __device__ __forceinline__ explicit Reciprocal(float scale) : scale(scale) {
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(high) : "f"(scale));
+    high = fmaf(fmaf(-high, scale, 1.0f), high, high);
+    const float error = fmaf(-high, scale, 1.0f);
+    low = error * high;
+    low = fmaf(error, low, low);
   }
-  return quantize_in_range(v, Cache{});
-}
+  // A 16-bit v / scale to within 2^-47 before it is rounded.  That is the quotient to the nearest wherever it matters:
+  // next to a rounding boundary of the cache's type, no quotient of a 16-bit number and a float lies that close to the
+  // middle between two floats (tests/test_write.py), but for one, a power of two over 1 - 2^-24, which comes out right.
+  template <class T>
+  __device__ __forceinline__ float quotient(float v, T) const {
+    return fmaf(v, high, v * low);
+  }
+  // The nearest to any v / scale: the remainder corrects the quotient (Markstein 1990, doi:10.1147/rd.341.0111).  One
+  // small enough to lose bits of its remainder is stored as zero either way.
+  __device__ __forceinline__ float quotient(float v, float) const {
+    const float q = v * high;
+    return fmaf(fmaf(-q, scale, v), high, q);
+  }
+};
 
 // A lane's share of a row: two pieces that begin at element `first` and hold `count` elements, zeros after them.
 struct LanePieces {
@@ -202,11 +215,15 @@ template <class T, class Cache>
 __device__ __forceinline__ void quantize_row(const Piece<sizeof(T)> (&pieces)[2], uint32_t largest, float scale,
                                              Piece<1> (&stored)[2]) {
   if (moderate<Cache>(scale, magnitude_as_float(largest, T{}))) {
-    float reciprocal;  // rounded to nearest, as 1 / scale is, whose checks of the range are not needed here
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(scale));
-    reciprocal = fmaf(fmaf(-reciprocal, scale, 1.0f), reciprocal, reciprocal);
+    const Reciprocal reciprocal(scale);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) stored[i] = quantize_moderate<T, Cache>(pieces[i], scale, reciprocal);
+    for (int i = 0; i < 2; ++i) {
+      float v[8];
+      to_float(pieces[i], T{}, v);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) v[k] = reciprocal.quotient(v[k], T{});
+      stored[i] = quantize_in_range(v, Cache{});
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < 2; ++i) stored[i] = quantize_any<T, Cache>(pieces[i], scale);

@@ -50,21 +50,24 @@ __global__ void __launch_bounds__(kQuantizeThreads, 8)
   const int head = row - token * num_heads.value;
   const bool in_range = token < p.num_tokens;
   const auto holds = [&](int piece) { return kPlain ? first < p.head_dim : first + piece * 8 < p.head_dim; };
+  constexpr int kRows = kSplit ? 1 : 2;
+  const auto is_value = [](int i) { return kSplit ? blockIdx.y == 1 : i == 1; };
+  const T* data[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+    data[i] = static_cast<const T*>(is_value(i) ? p.value : p.key) +
+              row_offset<kPlain>(is_value(i) ? p.value_strides : p.key_strides, token, head) + first;
   ptx::pdl_wait();
 
   const SlotWords slot = in_range ? load_slot(p, token) : SlotWords{0, -1};
-  constexpr int kRows = kSplit ? 1 : 2;
-  const auto is_value = [](int i) { return kSplit ? blockIdx.y == 1 : i == 1; };
   Piece<sizeof(T)> pieces[kRows][2] = {};
   float scales[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const T* data = static_cast<const T*>(is_value(i) ? p.value : p.key) +
-                    row_offset<kPlain>(is_value(i) ? p.value_strides : p.key_strides, token, head) + first;
     const bool row_aligned = kPlain || (is_value(i) ? aligned.value : aligned.key);
 #pragma unroll
     for (int k = 0; k < 2; ++k)
-      if (in_range && holds(k)) pieces[i][k] = load_piece<sizeof(T)>(data + k * 8, row_aligned);
+      if (in_range && holds(k)) pieces[i][k] = load_piece<sizeof(T)>(data[i] + k * 8, row_aligned);
     scales[i] = fixed_scale<kPlain>(is_value(i) ? p.v_scale : p.k_scale, head);
   }
   const SlotPosition at = locate<kPlain>(p, block_size, slot);
