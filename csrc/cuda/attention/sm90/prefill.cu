@@ -2,6 +2,7 @@
 #include "prefill.h"
 
 #include <algorithm>
+#include <climits>
 
 #include "../launch.h"
 #include "../softmax.cuh"
@@ -10,9 +11,9 @@
 namespace paged_attn::sm90 {
 namespace {
 
-int instance_head_dim(int head_dim, bool quantized) {
+int instance_head_dim(int head_dim) {
   for (int columns : {64, 96, 128, 192})
-    if (head_dim <= columns && !(quantized && (columns == 96 || columns == 192))) return columns;
+    if (head_dim <= columns) return columns;
   return 256;
 }
 
@@ -61,15 +62,15 @@ CUtensorMap block_map(const AttentionParams& p, const PrefillParams& q, const vo
 
 template <class T, bool kQuantized = false>
 void launch(const PrefillParams& p, const PrefillMaps& maps, cudaStream_t stream) {
-  switch (instance_head_dim(p.attention.head_dim, kQuantized)) {
+  switch (instance_head_dim(p.attention.head_dim)) {
     case 64:
       return launch_prefill_instance<T, 64, kQuantized>(p, maps, stream);
     case 96:
-      return launch_prefill_instance<T, kQuantized ? 128 : 96, kQuantized>(p, maps, stream);
+      return launch_prefill_instance<T, 96, kQuantized>(p, maps, stream);
     case 128:
       return launch_prefill_instance<T, 128, kQuantized>(p, maps, stream);
     case 192:
-      return launch_prefill_instance<T, kQuantized ? 256 : 192, kQuantized>(p, maps, stream);
+      return launch_prefill_instance<T, 192, kQuantized>(p, maps, stream);
     default:
       return launch_prefill_instance<T, 256, kQuantized>(p, maps, stream);
   }
@@ -79,8 +80,12 @@ void launch(const PrefillParams& p, const PrefillMaps& maps, cudaStream_t stream
 
 bool prefill_supports(const AttentionParams& p) {
   const bool half_precision = p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16;
-  const bool quantized = is_quantized(p.cache_dtype) && p.block_size <= 1 << 15;  // TokenScales divides by it
-  if (p.k_scale.per_token() != p.v_scale.per_token()) return false;               // one may be null, all 1
+  const auto countable = [&](const BlockStrides& s) {
+    return (p.num_blocks - 1) * s.block + (p.block_size - 1) * s.slot + (p.num_kv_heads - 1) * s.head <= INT_MAX;
+  };
+  const bool quantized = is_quantized(p.cache_dtype) && p.block_size <= 1 << 15 &&  // TokenScales divides by it
+                         countable(p.k_scale.strides) && countable(p.v_scale.strides);
+  if (p.k_scale.per_token() != p.v_scale.per_token()) return false;  // one may be null, all 1
   return half_precision && (p.cache_dtype == p.dtype || quantized) && p.head_dim % 8 == 0 && p.head_dim <= 256 &&
          p.block_size % 8 == 0 && p.num_heads / p.num_kv_heads <= kMaxGroup && aligned(p.query, p.query_strides) &&
          aligned(p.out, p.out_strides) && mappable(p, p.key_cache, p.key_strides) &&
@@ -92,7 +97,7 @@ void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& works
   params.attention = p;
   params.range = range;
   const bool quantized = is_quantized(p.cache_dtype), whole_rows = !quantized && whole_row_boxes(p);
-  const int columns = instance_head_dim(p.head_dim, quantized), slots = current_device().sm_count;
+  const int columns = instance_head_dim(p.head_dim), slots = current_device().sm_count;
   constexpr int kRowWarps = 8, kFewestKeys = 64;  // of a tile, and of a step
   params.counters = static_cast<unsigned*>(workspace.marked((2 + slots * kRowWarps) * sizeof(unsigned)));
   params.arrivals = params.counters + 2;

@@ -97,6 +97,7 @@ class PrefillConsumer {
         for (uint32_t& x : q_) x = to_operand(x);
       }
       pin(q_);
+      if constexpr (Traits::kReleasesQuery) release_query();
     }
   }
 
@@ -104,7 +105,7 @@ class PrefillConsumer {
   __device__ __forceinline__ void convert_query(uint32_t address) {
     const QueryConversion to_operand(p_, tiles_.key_scale());
 #pragma unroll 1
-    for (int i = lane(); i < 16 * kHeadDim / 8; i += 32) {
+    for (int i = lane(); i < Traits::kParts * 128; i += 32) {
       const uint32_t at = address + i / 128 * Traits::kQueryPartBytes + (warp() * 16 + i / 8 % 16) * 128 + i % 8 * 16;
       const uint4 x = ptx::load_shared_v4(at);
       ptx::store_shared_v4(at, to_operand(x.x), to_operand(x.y), to_operand(x.z), to_operand(x.w));
@@ -239,6 +240,9 @@ class PrefillConsumer {
 
   __device__ __forceinline__ void release_key() {
     if (lane() == 0) ptx::mbarrier_arrive(smem_.key_empty(key().slot()));
+  }
+  __device__ __forceinline__ void release_query() {
+    ptx::mbarrier_arrive(smem_.query_empty(query().slot(), warpgroup()));
   }
   __device__ __forceinline__ void release_value() {
     if (lane() == 0) ptx::mbarrier_arrive(smem_.value_empty(value().slot()));
@@ -405,7 +409,7 @@ class PrefillConsumer {
     if constexpr (!Traits::kQueryInRegisters) warpgroup_sync();  // the other warps are done with Q
     const Pieces pieces = tiles_.pieces();
     if (pieces.count == 1 || merge_pieces(pieces)) write_rows();
-    ptx::mbarrier_arrive(smem_.query_empty(query().slot(), warpgroup()));
+    if constexpr (!Traits::kReleasesQuery) release_query();
   }
 
   // Leaves the warp's rows of a piece in memory.  The piece that comes last returns true and holds the sum of all, in
@@ -457,7 +461,7 @@ class PrefillConsumer {
     return true;
   }
 
-  // Normalises, and writes output (through this warpgroup's part of the query buffer, then whole rows) and LSE.
+  // Normalises, and writes output and LSE.
   __device__ __forceinline__ void write_rows() {
     const AttentionParams& a = p_.attention;
     const TileRows tile = tiles_.rows();
@@ -475,6 +479,16 @@ class PrefillConsumer {
         a.lse[static_cast<int64_t>(tile.q_begin + at.token) * a.num_heads + head] = end.lse;
     }
 
+    if constexpr (Traits::kReleasesQuery)
+      write_from_registers(output_scale);
+    else
+      write_staged(output_scale);
+  }
+
+  // Through this warpgroup's part of the query buffer, then whole rows.
+  __device__ __forceinline__ void write_staged(const float (&output_scale)[2]) {
+    const AttentionParams& a = p_.attention;
+    const TileRows tile = tiles_.rows();
     const uint32_t staging = smem_.query(query().slot(), warpgroup()) + warp() * 16 * 128;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 4; ++i) {
@@ -498,6 +512,44 @@ class PrefillConsumer {
           ptx::load_shared_v4(staging + chunk / 8 * Traits::kQueryPartBytes + r * 128 + ((chunk ^ r) % 8) * 16);
       if (at.token < tile.q_len && chunk * 8 < a.head_dim)
         *reinterpret_cast<uint4*>(out + at.token * a.out_strides.token + at.head * a.out_strides.head) = v;
+    }
+  }
+
+  // Of 32 columns a lane has 2 in every 8 and writes 8, after a transposition among four lanes.
+  __device__ __forceinline__ void write_from_registers(const float (&output_scale)[2]) {
+    const AttentionParams& a = p_.attention;
+    const TileRows tile = tiles_.rows();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const TokenHead at = row_of(p_, tile, thread_row(r));
+      T* out = static_cast<T*>(a.out) + (tile.q_begin + at.token) * a.out_strides.token +
+               (static_cast<int64_t>(tile.kv_head) * p_.group + at.head) * a.out_strides.head + lane() % 4 * 8;
+#pragma unroll
+      for (int b = 0; b < kHeadDim / 8; b += 4) {
+        uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          x[i] = pack_output(o_[4 * (b + i) + 2 * r] * output_scale[r], o_[4 * (b + i) + 2 * r + 1] * output_scale[r]);
+        transpose_quad(x);
+        if (at.token < tile.q_len && (b + lane() % 4) * 8 < a.head_dim)
+          *reinterpret_cast<uint4*>(out + b * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+      }
+    }
+  }
+  // x[i] of lane j becomes x[j] of lane i, of every four lanes.
+  __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+#pragma unroll
+    for (int d = 1; d <= 2; d *= 2) {
+      const bool upper = lane() & d;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & d) continue;
+        const uint32_t received = __shfl_xor_sync(~0u, upper ? x[i] : x[i + d], d);
+        if (upper)
+          x[i] = received;
+        else
+          x[i + d] = received;
+      }
     }
   }
 

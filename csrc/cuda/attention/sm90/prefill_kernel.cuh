@@ -27,10 +27,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     constexpr int kReaders = 4 * Traits::kConsumers;  // warps that read a stage
-    constexpr int kWriters = Traits::kQuantized ? Traits::kConverters : 1;
+    constexpr int kKeyWriters = Traits::kQuantized ? Traits::kKeyConverters : 1;
+    constexpr int kValueWriters = Traits::kQuantized ? Traits::kValueConverters : 1;
     for (int i = 0; i < Traits::kStages; ++i) {
-      ptx::mbarrier_init(smem.key_full(i), kWriters);
-      ptx::mbarrier_init(smem.value_full(i), kWriters);
+      ptx::mbarrier_init(smem.key_full(i), kKeyWriters);
+      ptx::mbarrier_init(smem.value_full(i), kValueWriters);
       ptx::mbarrier_init(smem.key_empty(i), kReaders);
       ptx::mbarrier_init(smem.value_empty(i), kReaders);
       if constexpr (Traits::kTokenScales) {
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (int i = 0; i < Traits::kStagingSlots; ++i) {
       ptx::mbarrier_init(smem.staging_full(i), 1);
-      ptx::mbarrier_init(smem.staging_empty(i), kWriters);
+      ptx::mbarrier_init(smem.staging_empty(i), i % 2 ? kValueWriters : kKeyWriters);
     }
     for (int i = 0; i < Traits::kTileSlots; ++i) {
       ptx::mbarrier_init(smem.tile_full(i), 1);

@@ -15,19 +15,21 @@ struct PrefillTraits {
   static constexpr int kHeadDim = kHeadDim_;  // columns of the arithmetic; those past the real head_dim hold 0
   static constexpr bool kScoreMods = kScoreMods_, kQuantized = kQuantized_, kTokenScales = kTokenScales_;
   static constexpr int kParts = (kHeadDim + 63) / 64;  // a part: 64 columns in shared memory, 128 bytes a row
-  static constexpr int kKeys = kQuantized       ? (kHeadDim > 128 ? 64 : 128)  // of a step
-                               : kHeadDim > 192 ? 80
-                               : kHeadDim > 128 ? 112
-                               : kHeadDim > 64  ? 128
-                                                : 192;
+  static constexpr int kKeys = kQuantized && kHeadDim > 128                                    ? 64  // of a step
+                               : kHeadDim > 192                                                ? 80
+                               : kHeadDim > 128                                                ? 112
+                               : kHeadDim > 64 || (kQuantized && (kScoreMods || kTokenScales)) ? 128
+                                                                                               : 192;
   static constexpr int kStages = 2;
   static constexpr int kConsumers = 2;                       // warpgroups that compute
   static constexpr int kRows = kWarpgroupRows * kConsumers;  // of a tile
   static constexpr int kRowWarps = 4 * kConsumers;           // 16 rows each
   static constexpr bool kQueryInRegisters =                  // they must fit
-      kHeadDim <= 128 && !(kScoreMods && (kQuantized || kHeadDim <= 64));
+      kHeadDim <= (kQuantized ? 192 : 128) && !(kScoreMods && (kQuantized || kHeadDim <= 64));
+  // At once; else the output goes through its buffer.
+  static constexpr bool kReleasesQuery = kQuantized && kQueryInRegisters;
   static constexpr bool kEarlyOutput = !kQuantized && kHeadDim > 64 && kHeadDim <= 192;  // P V ends with the maxima
-  static constexpr int kQueryBuffers = kHeadDim > 128 ? 1 : 2;
+  static constexpr int kQueryBuffers = kHeadDim > 128 || kQuantized ? 1 : 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   // Of 64 K registers every thread has an equal part at launch; the producers give most of theirs to the consumers.
   static constexpr int kProducerRegisters = kQuantized ? 56 : 40;
@@ -36,8 +38,7 @@ struct PrefillTraits {
   // K and V are laid out as [group of 8 rows][part][8 rows][128 bytes], swizzled by 128 bytes: a box of rows of a block
   // is contiguous, and wgmma reads it both as K (K-major) and as V (MN-major).  Where rows do not fill their parts, a
   // box is of one part, and the layout [part][row][128 bytes].  Q: [part][row][128 bytes].
-  static constexpr bool kWholeRows = kHeadDim % 64 == 0;
-  static_assert(kWholeRows || !kQuantized);
+  static constexpr bool kWholeRows = kQuantized || kHeadDim % 64 == 0;
   static constexpr int kRowBytes = kParts * 128;
   static constexpr int kStageBytes = kKeys * kRowBytes;  // of K or of V
   static constexpr int kRowGroupBytes = kWholeRows ? 8 * kRowBytes : 8 * 128;
@@ -47,13 +48,14 @@ struct PrefillTraits {
   static constexpr int kChunks = kHeadDim / 8;                                    // of 16 bytes, in a row
   static constexpr int kChunkLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // lanes that share a row
 
-  // 8-bit K or V on their way: a slot holds those of one step, swizzled: [part][key][kStagedColumns bytes].
-  static constexpr int kConverters = 3;  // warps
+  // 8-bit K or V on their way: a slot holds those of one step, swizzled: [part][key][kStagedColumns bytes].  Slots 2 i
+  // are for K, 2 i + 1 for V.
+  static constexpr int kKeyConverters = 1, kValueConverters = 2;  // warps
   static constexpr int kStagedColumns = kHeadDim <= 64 ? 64 : 128;
   static constexpr int kStagedParts = (kHeadDim + kStagedColumns - 1) / kStagedColumns;
   static constexpr int kStagedPartBytes = kKeys * kStagedColumns;
   static constexpr int kStagedBytes = kStagedParts * kStagedPartBytes;
-  static constexpr int kStagingSlots = !kQuantized ? 0 : kHeadDim <= 64 ? 4 : 2;
+  static constexpr int kStagingSlots = !kQuantized ? 0 : kHeadDim <= 192 ? 4 : 2;
   // Scales of a step: float [kKeys] of K, [kKeys] of V in units of a power of two, that unit.
   static constexpr int kScaleBytes = kTokenScales ? 2 * kKeys * 4 + 16 : 0;
 

@@ -152,17 +152,15 @@ __device__ __forceinline__ void produce_tiles(const PrefillParams& p, PrefillSme
   const int lane = threadIdx.x % 32;
   // Beside the decode kernel many CTAs start late: then the first tile comes from the counter too.
   const int given = p.range.side_by_side ? 0 : gridDim.x;
-  const auto take = [&] {
-    const unsigned taken = lane == 0 ? atomicAdd(p.counters, 1u) + 1u : 0;
-    return given + static_cast<int>(__shfl_sync(~0u, taken, 0));
-  };
-  int index = given > 0 ? static_cast<int>(blockIdx.x) : take();
+  // Of lane 0, which waits for it where it is used: the result of an atomicAdd would be awaited at once, for all lanes.
+  const auto take = [&] { return lane == 0 ? given + atomicInc(p.counters, ~1u) + 1u : 0; };  // ~0 becomes 0
+  unsigned taken = given > 0 ? blockIdx.x : take();
   while (true) {
     Tile tile;
-    const bool found = list.find(index, tile);
+    const bool found = list.find(static_cast<int>(__shfl_sync(~0u, taken, 0)), tile);
     if (found) tiles.write(tile);
     if (tile.seq < 0) break;
-    index = take();
+    taken = take();
     if (found) load(tile);
   }
   // The last CTA restores the counters: every other one has taken its last tile.
@@ -193,7 +191,7 @@ __device__ __forceinline__ void produce_values(const PrefillParams& p, const CUt
 
 // The rows of a tile.  Those past the sequence, and columns past head_dim, become 0.
 template <class Traits>
-__device__ __forceinline__ void load_query(const PrefillParams& p, PrefillSmem<Traits> smem, const Tile& tile,
+__device__ __forceinline__ void load_query(const PrefillParams& p, PrefillSmem<Traits> smem, const TileRows& tile,
                                            RingPosition<Traits::kQueryBuffers> buffer) {
   using T = typename Traits::T;
   constexpr int kLanes = Traits::kChunkLanes, kRowsAtOnce = 32 / kLanes;
@@ -218,16 +216,21 @@ __device__ __forceinline__ void load_query(const PrefillParams& p, PrefillSmem<T
       if (chunk < Traits::kChunks)
         ptx::cp_async_16(dst + r * 128 + ((chunk ^ r) % 8) * 16, real ? query + source : a.query, real ? 16 : 0);
     }
-    ptx::cp_async_commit();
+    if constexpr (!Traits::kQuantized)
+      ptx::cp_async_commit();
+    else if (i % kWarpgroupRows + 32 == kWarpgroupRows)  // without a wait: consumers read Q themselves
+      ptx::cp_async_mbarrier_arrive(smem.query_full(buffer.slot(), warpgroup));
   }
+  if constexpr (!Traits::kQuantized) {
 #pragma unroll
-  for (int w = 0; w < Traits::kConsumers; ++w) {
-    if (w == 0)
-      ptx::cp_async_wait<kWarpgroupRows / 32>();
-    else
-      ptx::cp_async_wait<0>();
-    if constexpr (!Traits::kQueryInRegisters) ptx::fence_proxy_async();  // wgmma reads it from shared memory
-    ptx::mbarrier_arrive(smem.query_full(buffer.slot(), w));             // each lane for its own copies
+    for (int w = 0; w < Traits::kConsumers; ++w) {
+      if (w == 0)
+        ptx::cp_async_wait<kWarpgroupRows / 32>();
+      else
+        ptx::cp_async_wait<0>();
+      if constexpr (!Traits::kQueryInRegisters) ptx::fence_proxy_async();  // wgmma reads it from shared memory
+      ptx::mbarrier_arrive(smem.query_full(buffer.slot(), w));             // each lane for its own copies
+    }
   }
 }
 
