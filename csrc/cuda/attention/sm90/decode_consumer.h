@@ -146,7 +146,7 @@ struct Consumer {
     const AttentionParams& p = a.p;
     LaneMap<Traits> lanes(a, head(), slice() * 16);
     Cursor stage, query;
-    __syncthreads();  // the barriers are initialised and the share is found
+    meet_all<Traits>();
     ptx::pdl_wait();
     // The prefill kernel beside this one does not wait for what went before: that has ended now.
     if (a.range.side_by_side) ptx::pdl_launch_dependents();

@@ -110,6 +110,13 @@ __device__ __forceinline__ void load_scales(const ScaleView& scale, int box_shif
   ptx::cp_async_mbarrier_arrive(barrier);
 }
 
+// All warps, once: the barriers are initialised and the share is found.  Producers and consumers come from different
+// places in the code, which __syncthreads does not allow.
+template <class Traits>
+__device__ __forceinline__ void meet_all() {
+  ptx::named_barrier_sync(2 + Traits::kHeads * Traits::kRowGroups, Traits::kThreads);  // the consumers have those below
+}
+
 // `tensor` 0: K and the query rows, 1: V.  `share`: in shared memory, written here.  `early`: lengths and table may be
 // read before the kernel ahead has ended.
 template <class Traits>
@@ -132,7 +139,7 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
   // L2 is coherent: what the kernel ahead still writes to these blocks is seen by the loads below.
   if (early && now.present && my_stage < Traits::kStages)
     ptx::tensor_prefetch_5d(map, 0, coordinate(now), 0, now.head_group * Traits::kHeads, now.page);
-  __syncthreads();  // see Consumer::run
+  meet_all<Traits>();
   Cursor stage, query;
   for (bool more = true; more;) {
 #pragma unroll 1
