@@ -82,7 +82,7 @@ VERIFY = [
 
 
 def variants() -> list[Case]:
-    """The same bytes (as near as heads allow) in other shapes, and with the options of the contract."""
+    """The same bytes (as near as heads allow) in other shapes, and with the options of paged_attention."""
     base = Case("64 x 1k", [1024] * 64)
     changes: dict[str, dict[str, object]] = {
         **{f"blocks of {n}": {"block_size": n} for n in (1, 4, 8, 32, 64, 128, 256)},

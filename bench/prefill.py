@@ -78,7 +78,7 @@ INVARIANT = [replace(case, name=f"{case.name}, batch invariant", options={"batch
 
 
 def variants(base: Case) -> list[Case]:
-    """The same arithmetic in other shapes, layouts and with the options of the contract."""
+    """The same arithmetic in other shapes, layouts and with the options of paged_attention."""
     changes = {
         "D 64": {"head_dim": 64},
         "D 96": {"head_dim": 96},

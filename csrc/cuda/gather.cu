@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Where an output token comes from: of a sequence its number and the position, then the block and the slot in it.
+// Where an output token comes from: first its sequence (as `block`) and its position in that, then block and slot.
 struct Source {
   int block, offset;  // block -1: the token is not there and becomes 0
 };

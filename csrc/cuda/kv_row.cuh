@@ -131,7 +131,7 @@ __device__ __forceinline__ void spread_largest(uint32_t* largest, int lanes) {
   }
 }
 
-// stored = value / scale, whatever the value and the scale.
+// value / scale as the cache holds it, whatever the value and the scale.
 template <class T, class Cache>
 __device__ __noinline__ Piece<1> quantize_any(Piece<sizeof(T)> piece, float scale) {
   float v[8];
@@ -141,7 +141,8 @@ __device__ __noinline__ Piece<1> quantize_any(Piece<sizeof(T)> piece, float scal
   return quantize(v, Cache{});
 }
 
-// The same where value and scale are of moderate size.
+// Whether the scale, and the largest magnitude of a row, let quotients be computed by Reciprocal and rounded without
+// saturation.
 template <class Cache>
 __device__ __forceinline__ bool moderate(float scale, float largest) {
   const float magnitude = fabsf(scale);

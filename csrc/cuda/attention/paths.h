@@ -35,7 +35,7 @@ void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& works
 
 }  // namespace sm90
 
-// Compute capability 8.0 and up: serves every call of the contract.
+// Compute capability 8.0 and up: serves every call of paged_attention.
 namespace mma {
 
 int decode_max_rows(const AttentionParams& p);

@@ -1,5 +1,5 @@
-// Scores, softmax state and row ends as contract.md defines them.  A state is (maximum, sum): the sum is that of
-// exp2(score - maximum), scores in log2 units; (-inf, 0) where no key was seen.
+// Scores, softmax state and row ends.  A state is (maximum, sum): the sum is that of exp2(score - maximum), scores in
+// log2 units; (-inf, 0) where no key was seen.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -54,8 +54,8 @@ class MmaRows {
     multiply_values(s, keys + C::kTileBytes);
   }
 
-  // Ends a piece.  Decode: the warps meet in `states`, float2 [kWarps][kRows], and, 16 rows at a time,
-  // in `exchange`, float [kWarps][16][kHeadDim] with the columns of a row swizzled.
+  // Ends a piece.  Decode: the warps meet in `states`, float2 [kWarps][kRows], and, 16 rows at a time, in `exchange`,
+  // float [kWarps][16][kHeadDim] with the columns of a row swizzled.
   __device__ void finish(const KernelArgs& args, const Piece& piece, const ScoreRule&, float2* states,
                          float* exchange) {
     float value_scale = 1.f;

@@ -171,8 +171,7 @@ __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
 // piece is finished where it is computed; otherwise all are published, and merged by the CTA of the last one.  A slot
 // has one writer at a time:
 // - Free cuts: CTA b has slot b, for its piece of the item that began in an earlier CTA, and slot gridDim.x + b, for
-// its
-//   piece of the item that begins here and goes on.
+//   its piece of the item that begins here and goes on.
 // - batch_invariant: kMaxParts slots of the CTA that the item begins in.  It has two such runs: one for the item that
 //   goes on in the next CTA, one for those that end in the same, one after the other.
 struct Pieces {

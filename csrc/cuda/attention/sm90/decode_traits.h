@@ -25,7 +25,7 @@ struct DecodeArgs {
   int num_head_groups;     // num_kv_heads / kHeads
   int min_share;           // least tiles of a CTA
   unsigned grid_inverse;   // 2^32 / CTAs + 1
-  int seq_lens_stride;     // p's, which fit
+  int seq_lens_stride;     // p's, which fit 32 bits (decode_supports)
   int cu_seqlens_q_stride;
   bool modified_scores;  // soft cap or ALiBi
   int box_shift;         // log2 of the tokens in a TMA box: a block, or as much of it as a tile holds

@@ -340,7 +340,7 @@ class PrefillConsumer : PrefillRows<Traits> {
     for (int r = first; r < first + kRowsAtOnce; ++r) sum_[r] = sum_[r] * rescale_[r] + (sums[r][0] + sums[r][1]);
   }
 
-  // The rest of the softmax, where P is not packed yet.
+  // Value scales per token go into P, before it is packed; rescale_ takes up the change of their unit.
   __device__ __forceinline__ void scale_probabilities() {
     if constexpr (Traits::kTokenScales)
       if (token_scales()) {

@@ -1,5 +1,6 @@
 // The first warpgroup of an instance for 8-bit caches.  Warp 0 takes tiles, and loads K and V into staging slots; one
-// warp turns K, two turn V into the fp16 stages of an unquantised instance, exactly.  The consumers apply the scales.
+// warp loads Q and turns K, two turn V into the fp16 stages of an unquantised instance, exactly.  The consumers apply
+// the scales.
 #pragma once
 
 #include "../softmax.cuh"
@@ -49,10 +50,10 @@ __device__ __forceinline__ void produce_staged(const PrefillParams& p, const CUt
 
 // A warp's share of a slot: one group of 8 rows in kWarps.  Rows outside of begin .. end - 1 become 0.
 //
-// A cell is 8 rows of 64 columns: 512 bytes there, 1024 here.  A lane has 16 columns of a row; eight lanes that access
-// shared memory together have all 64 columns of rows r and r ^ 5, which is free of bank conflicts on both sides.  One
-// warp a scheduler does it, so what counts is the number of instructions and how few wait for each other: everything is
-// unrolled, with addresses known but for four bases, and loads are kAhead cells ahead.
+// A cell is 8 rows of 64 columns: 512 bytes in the slot, 1024 in the stage.  A lane has 16 columns of a row; eight
+// lanes that access shared memory together have all 64 columns of rows r and r ^ 5, which is free of bank conflicts on
+// both sides.  One warp a scheduler does it, so what counts is the number of instructions and how few wait for each
+// other: everything is unrolled, with addresses known but for four bases, and loads are kAhead cells ahead.
 template <class Traits, DType kType, int kWarps>
 __device__ __forceinline__ void convert_slot(uint32_t source, uint32_t target, int warp, int begin, int end) {
   constexpr int kColumns = Traits::kStagedColumns, kParts = Traits::kParts, kAhead = Traits::kTokenScales ? 1 : 2;

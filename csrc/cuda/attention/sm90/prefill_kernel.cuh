@@ -1,4 +1,4 @@
-// The prefill kernel and its launch, for one instance.
+// The prefill kernel.
 //
 // A persistent CTA on every multiprocessor.  Its first warpgroup gives its registers away and loads (prefill_load.cuh),
 // the others compute 64 rows of the tile each (prefill_consume.cuh).  K and V of 8-bit caches are converted on their

@@ -1,4 +1,4 @@
-// The grid of an instance.
+// Launches an instance: its grid, and which of the kernels for a type and head dimension serves a call.
 #pragma once
 
 #include <algorithm>

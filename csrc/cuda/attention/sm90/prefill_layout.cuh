@@ -7,8 +7,8 @@
 
 namespace paged_attn::sm90 {
 
-// kScoreMods: soft cap, ALiBi and negative scales are compiled in.  kQuantized: the cache is of any 8-bit type, and
-// query and output of any 16-bit type.  kTokenScales: so are its scales per token and head.
+// kScoreMods: soft cap, ALiBi and scales that are not positive are compiled in.  kQuantized: the cache is of any 8-bit
+// type, and query and output of any 16-bit type.  kTokenScales: the cache may have scales per token and head.
 template <class T_, int kHeadDim_, bool kScoreMods_, bool kQuantized_ = false, bool kTokenScales_ = false>
 struct PrefillTraits {
   using T = T_;                               // of the operands

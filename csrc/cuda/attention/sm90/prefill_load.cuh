@@ -1,4 +1,5 @@
-// The producer warps: one takes tiles, one loads K and one V by tensor loads, one loads Q by cp.async.
+// The producer warps: one takes tiles, one loads K and one V by tensor loads, one loads Q by cp.async.  Those of 8-bit
+// caches share the work out otherwise (prefill_convert.cuh).
 #pragma once
 
 #include <cuda.h>

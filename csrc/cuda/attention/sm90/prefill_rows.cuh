@@ -15,6 +15,7 @@ class PrefillRows {
  protected:
   using T = typename Traits::T;
   static constexpr int kHeadDim = Traits::kHeadDim;
+  // Named barriers, one a warpgroup each.
   static constexpr int kTurnBarrier = 1, kWarpgroupBarrier = kTurnBarrier + Traits::kConsumers;
 
   __device__ __forceinline__ PrefillRows(const PrefillParams& p, PrefillSmem<Traits> smem)
