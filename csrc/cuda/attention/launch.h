@@ -14,7 +14,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
 }
 
 struct DeviceInfo {
-  int id, sm_count, major, minor;
+  int id, sm_count, major;
   int smem_per_sm, smem_per_block,
       smem_reserved;  // bytes; smem_per_block: with opt-in; smem_reserved: per block, added
 };
@@ -34,7 +34,6 @@ inline DeviceInfo current_device() {
   const DeviceInfo info = {id,
                            attribute(cudaDevAttrMultiProcessorCount),
                            attribute(cudaDevAttrComputeCapabilityMajor),
-                           attribute(cudaDevAttrComputeCapabilityMinor),
                            attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
                            attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
                            attribute(cudaDevAttrReservedSharedMemoryPerBlock)};

@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // Reading lengths and table before the kernel ahead has ended hides the schedule behind its tail, but is right only
   // where no kernel that may still run writes them.
   const bool early = a.p.metadata_ready;
+  static_assert(sizeof(Walk<Traits>) <= Traits::kShareBytes);
   auto& share = *reinterpret_cast<Walk<Traits>*>(shared + Traits::kShareOffset);
   if (producer < 0)
     Consumer<Traits>{a, shared}.run(ring, share);

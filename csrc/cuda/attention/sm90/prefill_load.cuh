@@ -50,7 +50,7 @@ struct TileRing {
     const uint2 x = ptx::load_shared_v2(smem.tile(position.slot()) + 32);
     return {static_cast<int>(x.x), static_cast<int>(x.y)};
   }
-  __device__ __forceinline__ Pieces pieces() const {
+  __device__ __forceinline__ TilePieces pieces() const {
     const uint4 x = ptx::load_shared_v4(smem.tile(position.slot()) + 48);
     return {static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z)};
   }

@@ -59,14 +59,14 @@ class PrefillRows {
       sum_[r] += __shfl_xor_sync(~0u, sum_[r], 2);
     }
     if constexpr (!Traits::kQueryInRegisters) warpgroup_sync();  // the other warps are done with Q
-    const Pieces pieces = tiles_.pieces();
+    const TilePieces pieces = tiles_.pieces();
     if (pieces.count == 1 || merge_pieces(pieces)) write_rows();
     if constexpr (!Traits::kReleasesQuery) release_query();
   }
 
   // Leaves the warp's rows of a piece in memory.  The piece that comes last returns true and holds the sum of all, in
   // their order: the bits do not depend on which one it is.
-  __device__ __forceinline__ bool merge_pieces(const Pieces& pieces) {
+  __device__ __forceinline__ bool merge_pieces(const TilePieces& pieces) {
     constexpr int kVectors = kHeadDim / 8;
     int thread = threadIdx.x - 128;
     forget(thread);

@@ -48,7 +48,7 @@ struct Steps {
 };
 
 // The pieces of a tile, `slot` being that of this one.
-struct Pieces {
+struct TilePieces {
   int slot, first_slot, count;  // count 1: the tile is whole
 };
 
@@ -67,7 +67,7 @@ struct TileRows {
 // A tile, or a piece of one that is cut by keys.
 struct Tile : TileRows {
   Steps steps;
-  Pieces pieces;
+  TilePieces pieces;
 };
 
 // The token, and the head of the group, of row `row` of a tile.
