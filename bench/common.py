@@ -341,6 +341,7 @@ def bar_chart(
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.fonttype"] = "none"  # text as text, not as outlines
+    matplotlib.rcParams["svg.hashsalt"] = "paged_attn"  # the same ids every time
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(max(6.0, 0.7 * len(labels) + 2), 3.6), layout="constrained")
@@ -351,5 +352,5 @@ def bar_chart(
     axes.set(ylabel=ylabel, title=title)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

@@ -76,9 +76,11 @@ UNQUANTISED = [
     *itertools.product(("sm90", "mma"), [(torch.bfloat16, 128), (torch.float16, 64), (torch.bfloat16, 256)]),
     ("auto", (torch.float32, 128)),
 ]
-QUANTISED = itertools.product(
-    ("auto", "mma"), [(torch.float8_e4m3fn, "head"), (torch.float8_e5m2, "tensor"), (torch.int8, "token_head")]
-)
+QUANTISED = [
+    *itertools.product(
+        ("auto", "mma"), [(torch.float8_e4m3fn, "head"), (torch.float8_e5m2, "tensor"), (torch.int8, "token_head")]
+    )
+]
 # Each is a process of its own: a tool spends its time on preparing the kernels that a process loads.
 PARTS: dict[str, Callable[[], None]] = {
     f"{backend} {dtype} {head_dim}": partial(attend, backend, dtype, head_dim)

@@ -4,6 +4,7 @@
 #include "convert.cuh"
 #include "launch.cuh"
 #include "launchers.h"
+#include "warp.cuh"
 
 namespace paged_attn {
 namespace {
@@ -14,16 +15,6 @@ constexpr int kThreads = 256;
 struct Source {
   int block, offset;  // block -1: the token is not there and becomes 0
 };
-
-// The inclusive prefix sums of a warp's numbers.
-__device__ __forceinline__ int prefix_sum(int number) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int below = __shfl_up_sync(0xffffffffu, number, step);
-    if (threadIdx.x % 32 >= step) number += below;
-  }
-  return number;
-}
 
 struct Span {
   int length, start;
@@ -38,7 +29,7 @@ __device__ __forceinline__ Span span_of(const GatherParams& p, int seq) {
 // sequences.
 __device__ Source find_row(const GatherParams& p, int first) {
   const Span span = span_of(p, threadIdx.x % 32);
-  const int end = prefix_sum(span.length), shift = span.start - (end - span.length), row = first + threadIdx.x;
+  const int end = warp_inclusive_sum(span.length), shift = span.start - (end - span.length), row = first + threadIdx.x;
   int seq = 0;  // how many sequences end at or before the row
 #pragma unroll
   for (int step = 16; step > 0; step /= 2)
@@ -55,7 +46,7 @@ __device__ Source find_rows(const GatherParams& p, int first, int count, Source*
   int base = 0;
   for (int chunk = 0; chunk < p.num_seqs && base < first + count; chunk += kThreads) {
     const Span span = span_of(p, chunk + threadIdx.x);
-    int end = prefix_sum(span.length);
+    int end = warp_inclusive_sum(span.length);
     if (lane == 31) warp_sums[warp] = end;
     __syncthreads();
     int total = 0;

@@ -18,6 +18,7 @@ bool decode_supports(const AttentionParams&) { return false; }
 void launch_decode(const AttentionParams&, QueryRange, Workspace&, cudaStream_t) {}
 bool prefill_supports(const AttentionParams&) { return false; }
 void launch_prefill(const AttentionParams&, QueryRange, Workspace&, cudaStream_t) {}
+size_t prefill_marked_bytes() { return 0; }
 }  // namespace sm90
 #endif
 
@@ -34,7 +35,6 @@ class WorkspaceBeside final : public Workspace {
   Workspace& whole_;
   size_t offset_;
 };
-constexpr size_t kPrefillMarkedBytes = 1 << 13;  // at least what sm90::launch_prefill marks
 
 // A batch that may hold any lengths.  Most sequences of a serving step have one query token: they get the instance for
 // that, beside which the prefill kernel runs.  Those of more rows go before, up to kWideRows of them: the instance for
@@ -43,7 +43,7 @@ void launch_mixed(const AttentionParams& p, int decode_len, Workspace& workspace
   const int group = p.num_heads / p.num_kv_heads, narrow_len = sm90::decode_narrow_rows(p) / group;
   constexpr int kWideRows = 32;
   const int wide_len = std::max(narrow_len, std::min(decode_len, kWideRows / group));
-  WorkspaceBeside beside(workspace, kPrefillMarkedBytes);
+  WorkspaceBeside beside(workspace, sm90::prefill_marked_bytes());
   if (narrow_len < wide_len) sm90::launch_decode(p, {narrow_len + 1, wide_len, false}, beside, stream);
   sm90::launch_decode(p, {0, narrow_len, true, true}, beside, stream);
   sm90::launch_prefill(p, {wide_len + 1, INT_MAX, false, true}, workspace, stream);

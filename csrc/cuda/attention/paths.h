@@ -32,6 +32,8 @@ void launch_decode(const AttentionParams& p, QueryRange range, Workspace& worksp
 
 bool prefill_supports(const AttentionParams& p);
 void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream);
+// What launch_prefill takes of the workspace's marked memory on the current device, rounded up to an alignment for all.
+size_t prefill_marked_bytes();
 
 }  // namespace sm90
 

@@ -3,6 +3,7 @@
 
 #include <climits>
 
+#include "../../warp.cuh"
 #include "schedule.cuh"
 
 namespace paged_attn::mma {
@@ -11,11 +12,7 @@ namespace paged_attn::mma {
 template <int kThreads, class T>
 __device__ T exclusive_scan(T value, T* warp_sums, T& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  T inclusive = value;
-  for (int d = 1; d < 32; d *= 2) {
-    const T below = __shfl_up_sync(~0u, inclusive, d);
-    if (lane >= d) inclusive += below;
-  }
+  const T inclusive = warp_inclusive_sum(value);
   __syncthreads();  // warp_sums may still be read by the scan before
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();

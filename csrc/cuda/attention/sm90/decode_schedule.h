@@ -5,6 +5,7 @@
 // With batch_invariant, cuts fall only between the parts of an item, and those follow from the item's own length.
 #pragma once
 
+#include "../../warp.cuh"
 #include "decode_traits.h"
 
 namespace paged_attn::sm90 {
@@ -41,16 +42,6 @@ __device__ __forceinline__ Sequence load_sequence(const DecodeArgs& a, int seq) 
 template <class Traits>
 __device__ __forceinline__ int part_tiles(int num_tiles) {
   return max(kMinPartTokens / Traits::kTileTokens, (num_tiles + kMaxParts - 1) / kMaxParts);
-}
-
-__device__ __forceinline__ unsigned warp_inclusive_sum(unsigned x) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const unsigned y = __shfl_up_sync(~0u, x, d);
-    if (lane >= d) x += y;
-  }
-  return x;
 }
 
 // The first tile of an item at or after `offset` where a cut may fall.

@@ -92,14 +92,20 @@ bool prefill_supports(const AttentionParams& p) {
          mappable(p, p.value_cache, p.value_strides);
 }
 
+// PrefillParams::counters and arrivals.
+size_t prefill_marked_bytes() {
+  const size_t bytes = (2 + current_device().sm_count * kRowWarps) * sizeof(unsigned);
+  return (bytes + 255) / 256 * 256;
+}
+
 void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream) {
   PrefillParams params;
   params.attention = p;
   params.range = range;
   const bool quantized = is_quantized(p.cache_dtype), whole_rows = !quantized && whole_row_boxes(p);
   const int columns = instance_head_dim(p.head_dim), slots = current_device().sm_count;
-  constexpr int kRowWarps = 8, kFewestKeys = 64;  // of a tile, and of a step
-  params.counters = static_cast<unsigned*>(workspace.marked((2 + slots * kRowWarps) * sizeof(unsigned)));
+  constexpr int kFewestKeys = 64;  // of a step
+  params.counters = static_cast<unsigned*>(workspace.marked(prefill_marked_bytes()));
   params.arrivals = params.counters + 2;
   params.partials = nullptr;
   if (!p.batch_invariant && int64_t{p.max_blocks} * p.block_size > 2 * kLeastSteps * kFewestKeys)

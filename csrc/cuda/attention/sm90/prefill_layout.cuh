@@ -23,8 +23,8 @@ struct PrefillTraits {
   static constexpr int kStages = 2;
   static constexpr int kConsumers = 2;                       // warpgroups that compute
   static constexpr int kRows = kWarpgroupRows * kConsumers;  // of a tile
-  static constexpr int kRowWarps = 4 * kConsumers;           // 16 rows each
-  static constexpr bool kQueryInRegisters =                  // they must fit
+  static_assert(4 * kConsumers == kRowWarps);
+  static constexpr bool kQueryInRegisters =  // they must fit
       kHeadDim <= (kQuantized ? 192 : 128) && !(kScoreMods && (kQuantized || kHeadDim <= 64));
   // At once; else the output goes through its buffer.
   static constexpr bool kReleasesQuery = kQuantized && kQueryInRegisters;

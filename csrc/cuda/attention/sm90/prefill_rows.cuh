@@ -71,7 +71,7 @@ class PrefillRows {
     int thread = threadIdx.x - 128;
     forget(thread);
     const auto partial = [&](int slot) {
-      return p_.partials + (int64_t{slot} * Traits::kRowWarps + thread / 32) * (kVectors + 1) * 32 + thread % 32;
+      return p_.partials + (int64_t{slot} * kRowWarps + thread / 32) * (kVectors + 1) * 32 + thread % 32;
     };
     float4* const mine = partial(pieces.slot);
     const float unit = Traits::kTokenScales && token_scales() ? value_unit_ : 1.f;
@@ -81,7 +81,7 @@ class PrefillRows {
     __stcg(mine + kVectors * 32, {max_[0], max_[1], sum_[0], sum_[1]});
     __threadfence();
     __syncwarp();
-    unsigned* const arrivals = p_.arrivals + pieces.first_slot * Traits::kRowWarps + thread / 32;
+    unsigned* const arrivals = p_.arrivals + pieces.first_slot * kRowWarps + thread / 32;
     const int before = __shfl_sync(~0u, lane() == 0 ? static_cast<int>(atomicAdd(arrivals, 1u) + 1u) : 0, 0);
     if (before + 1 < pieces.count) return false;
     if (lane() == 0) *arrivals = ~0u;

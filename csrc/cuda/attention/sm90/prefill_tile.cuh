@@ -10,11 +10,13 @@
 
 #include "../../../params.h"
 #include "../../divisor.cuh"
+#include "../../warp.cuh"
 #include "../paths.h"
 
 namespace paged_attn::sm90 {
 
 constexpr int kWarpgroupRows = 64;
+constexpr int kRowWarps = 8;    // of a tile, 16 rows each
 constexpr int kMaxGroup = 512;  // so that row_of is exact
 constexpr int kLeastSteps = 8;  // of a piece of a tile that is cut by keys
 
@@ -197,13 +199,8 @@ class TileList {
     return mine ? num_tiles(q_len_) * a.num_kv_heads : 0;
   }
   __device__ void load_window() {
-    const int lane = threadIdx.x % 32;
-    end_ = tiles_ = load(base_seq_ + lane);
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-      const int below = __shfl_up_sync(~0u, end_, i);
-      if (lane >= i) end_ += below;
-    }
+    tiles_ = load(base_seq_ + threadIdx.x % 32);
+    end_ = warp_inclusive_sum(tiles_);
     total_ = __shfl_sync(~0u, end_, 31);
   }
 
