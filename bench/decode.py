@@ -294,21 +294,26 @@ def measure_scales(case: Case, rounds: int) -> dict[str, object]:
     return row
 
 
-def host_cost(calls: int = 2000) -> float:
-    """Microseconds of a Python call on the host, the GPU kept idle enough not to block it."""
+def host_cost() -> dict[str, float]:
+    """Microseconds of the host for a Python call, and for ``torch.add`` into a tensor as a scale of the machine.
+
+    The least of many short bursts, in which the launch queue is not full and other processes hardly ever come between.
+    """
     import time
 
     inputs = Inputs(Case("host", [64]))
-    call = inputs.ours()
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for i in range(calls // 5):
-            call(i)
-        best = min(best, (time.perf_counter() - start) / (calls // 5) * 1e6)
-        torch.cuda.synchronize()
-    return best
+    vector = torch.zeros(64, device="cuda")
+    calls = {"paged_attention": inputs.ours(), "torch.add": lambda i: torch.add(vector, vector, out=vector)}
+    burst, costs = 50, {}
+    for name, call in calls.items():
+        costs[name] = float("inf")
+        for _ in range(100):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for i in range(burst):
+                call(i)
+            costs[name] = min(costs[name], (time.perf_counter() - start) / burst * 1e6)
+    return costs
 
 
 def main() -> None:
@@ -358,7 +363,7 @@ def main() -> None:
             print(f"\n{name}, {arguments.kv}, {arguments.layout}, us")
             common.print_table(rows[name])
     host_us = host_cost()
-    print(f"\na Python call costs the host {host_us:.1f} us")
+    print("\na Python call costs the host " + ", ".join(f"{us:.1f} us ({name})" for name, us in host_us.items()))
     if arguments.only:
         return
     path = common.write_results(
