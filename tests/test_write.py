@@ -176,6 +176,29 @@ def test_quantised_write_shapes(ops, dtype, head_dim, block_size, scale_kind):
     check_quantised_write(ops, dtype, scale_kind=scale_kind, head_dim=head_dim, block_size=block_size)
 
 
+@pytest.mark.parametrize("kinds", [("head", "head"), ("token_head", "token_head"), (None, "head")])
+@pytest.mark.parametrize("dtype", QUANTISED_DTYPES, ids=str)
+def test_keys_unlike_values(ops, dtype, kinds):
+    """K and V with strides, layouts and kinds of scales of their own: as where all of these are the same."""
+    key, value = (x.to(ops.device) for x in rows(50, 3, 64, torch.bfloat16))
+    wide = torch.zeros(50, 3, 80, dtype=torch.bfloat16, device=ops.device)
+    wide[..., 16:] = value
+    slots = scattered_slots(7 * 16, 47).to(ops.device)
+    results = []
+    for values, layout in ((value, "NHD"), (wide[..., 16:], "HND")):
+        caches = [
+            to_device(cache.fill_(3), ops.device)
+            for side in ("NHD", layout)
+            for cache in make_cache(7, 16, 3, 64, dtype=dtype, layout=side)[:1]
+        ]
+        scales = [scale_tensor(kind, cache) for kind, cache in zip(kinds, caches, strict=True)]
+        scales = [None if scale is None else scale.to(ops.device) for scale in scales]
+        ops.write_kv(key, values, *caches, slots, k_scale=scales[0], v_scale=scales[1])
+        results.append([*caches, *(scale for scale in scales if scale is not None)])
+    for alike, unlike in zip(*results, strict=True):
+        assert_same_bits(alike, unlike)
+
+
 def check_every_rounding(ops, dtype):
     """All float16 numbers, NaN and infinities among them, at scale 1: the reference's bits."""
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).view(-1, 2, 64)

@@ -97,37 +97,31 @@ __device__ __forceinline__ Piece<1> quantize_fp8(const float (&v)[8]) {
   return piece;
 }
 
-// v rounded, numbers that round to at most 127 as int8.
-template <class Fp8>
-__device__ __forceinline__ Piece<1> quantize_in_range(const float (&v)[8], Fp8) {
-  return quantize_fp8<std::is_same_v<Fp8, __nv_fp8_e5m2> ? __NV_E5M2 : __NV_E4M3>(v);
-}
-__device__ __forceinline__ Piece<1> quantize_in_range(const float (&v)[8], int8_t) {
-  uint32_t bits[8];
-  // Adding 1.5 x 2^23 rounds to an integer and leaves it in the lowest bits.
-#pragma unroll
-  for (int i = 0; i < 8; ++i) bits[i] = __float_as_uint(v[i] + 0x1.8p23f);
-  Piece<1> piece;
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    piece.words[i] = __byte_perm(__byte_perm(bits[4 * i], bits[4 * i + 1], 0x0040),
-                                 __byte_perm(bits[4 * i + 2], bits[4 * i + 3], 0x0040), 0x5410);
-  return piece;
-}
-
 // v rounded and saturated, infinities too; NaN stays NaN, and becomes 0 as int8.
 __device__ __forceinline__ Piece<1> quantize(const float (&v)[8], __nv_fp8_e4m3) { return quantize_fp8<__NV_E4M3>(v); }
 __device__ __forceinline__ Piece<1> quantize(const float (&v)[8], __nv_fp8_e5m2) { return quantize_fp8<__NV_E5M2>(v); }
 __device__ __forceinline__ Piece<1> quantize(const float (&v)[8], int8_t) {
-  float in_range[8];
+  int rounded[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) in_range[i] = v[i] == v[i] ? fminf(fmaxf(v[i], -127.0f), 127.0f) : 0.0f;
-  return quantize_in_range(in_range, int8_t{});
+  for (int i = 0; i < 8; ++i) {
+    float limited;  // from below, as -128 is not used; packing limits the rest
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(limited) : "f"(v[i]), "f"(-127.0f));
+    rounded[i] = __float2int_rn(limited);
+  }
+  Piece<1> piece;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int* of = rounded + 4 * i;
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(piece.words[i]) : "r"(of[3]), "r"(of[2]), "r"(0));
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %0;" : "+r"(piece.words[i]) : "r"(of[1]), "r"(of[0]));
+  }
+  return piece;
 }
 
-__device__ __forceinline__ float largest_finite(__nv_fp8_e4m3) { return 448.0f; }
-__device__ __forceinline__ float largest_finite(__nv_fp8_e5m2) { return 57344.0f; }
-__device__ __forceinline__ float largest_finite(int8_t) { return 127.0f; }
+template <class Cache>
+constexpr float kLargestFinite = std::is_same_v<Cache, int8_t>          ? 127.0f
+                                 : std::is_same_v<Cache, __nv_fp8_e5m2> ? 57344.0f
+                                                                        : 448.0f;
 
 // Calls f with a value of the C++ type behind a float dtype.
 template <class F>

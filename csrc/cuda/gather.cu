@@ -20,15 +20,25 @@ struct Span {
   int length, start;
 };
 
+// A number of seq_lens, seq_starts or block_table.  kAhead: ptx::pdl_wait is still to come, so it may be an old one,
+// and L1 must not keep it.
+template <bool kAhead>
+__device__ __forceinline__ int load(const int32_t* p) {
+  return kAhead ? __ldcg(p) : *p;
+}
+
+template <bool kAhead>
 __device__ __forceinline__ Span span_of(const GatherParams& p, int seq) {
   if (seq >= p.num_seqs) return {0, 0};
-  return {max(p.seq_lens[seq * p.seq_lens_stride], 0), p.seq_starts ? p.seq_starts[seq * p.seq_starts_stride] : 0};
+  return {max(load<kAhead>(p.seq_lens + seq * p.seq_lens_stride), 0),
+          p.seq_starts ? load<kAhead>(p.seq_starts + seq * p.seq_starts_stride) : 0};
 }
 
 // Sequence (as `block`) and position of row `first + threadIdx.x` of the packed output, found inside one warp: up to 32
 // sequences.
+template <bool kAhead>
 __device__ Source find_row(const GatherParams& p, int first) {
-  const Span span = span_of(p, threadIdx.x % 32);
+  const Span span = span_of<kAhead>(p, threadIdx.x % 32);
   const int end = warp_inclusive_sum(span.length), shift = span.start - (end - span.length), row = first + threadIdx.x;
   int seq = 0;  // how many sequences end at or before the row
 #pragma unroll
@@ -39,13 +49,14 @@ __device__ Source find_row(const GatherParams& p, int first) {
 }
 
 // The same for all rows of the CTA's tile, `first .. first + count - 1`, by a scan over seq_lens up to their end.
+template <bool kAhead>
 __device__ Source find_rows(const GatherParams& p, int first, int count, Source* rows) {
   __shared__ int warp_sums[kThreads / 32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x < count) rows[threadIdx.x] = {-1, 0};
   int base = 0;
   for (int chunk = 0; chunk < p.num_seqs && base < first + count; chunk += kThreads) {
-    const Span span = span_of(p, chunk + threadIdx.x);
+    const Span span = span_of<kAhead>(p, chunk + threadIdx.x);
     int end = warp_inclusive_sum(span.length);
     if (lane == 31) warp_sums[warp] = end;
     __syncthreads();
@@ -72,13 +83,14 @@ __device__ Source find_rows(const GatherParams& p, int first, int count, Source*
 }
 
 // Block and offset of the tile's tokens.
+template <bool kAhead>
 __device__ void locate_tile(const GatherParams& p, int first, int count, Source* sources) {
-  const Source at = p.num_seqs <= 32 ? find_row(p, first) : find_rows(p, first, count, sources);
+  const Source at = p.num_seqs <= 32 ? find_row<kAhead>(p, first) : find_rows<kAhead>(p, first, count, sources);
   if (threadIdx.x < count) {
     const int column = at.offset / p.block_size;
     int block = -1;
     if (at.block >= 0 && at.offset >= 0 && column < p.max_blocks)
-      block = p.block_table[at.block * p.block_table_stride + column];
+      block = load<kAhead>(p.block_table + at.block * p.block_table_stride + column);
     sources[threadIdx.x] = {block < p.num_blocks ? block : -1, at.offset % p.block_size};
   }
   __syncthreads();
@@ -113,6 +125,26 @@ __device__ __forceinline__ float scale_at(const ScaleView& scales, Source at, in
   return scales.data ? scales.data[row_offset(scales.strides, at, head)] : 1.0f;
 }
 
+// Brings the rows of a tile into L2 ahead of ptx::pdl_wait, from where they lie as far as is known by then.
+template <class Format>
+__device__ void prefetch_tile(const GatherParams& p, int first, int count, Source* sources) {
+  locate_tile<true>(p, first, count, sources);
+  const int pieces = p.num_kv_heads * (p.head_dim / 8), columns = min(pieces, kThreads);
+  for (int piece = threadIdx.x % columns; piece < pieces; piece += columns) {
+    const int head = piece / (p.head_dim / 8), element = piece % (p.head_dim / 8) * 8;
+    const auto* key = static_cast<const char*>(p.key_cache) + (head * p.key_strides.head + element) * Format::kInBytes;
+    const auto* value =
+        static_cast<const char*>(p.value_cache) + (head * p.value_strides.head + element) * Format::kInBytes;
+    for (int row = threadIdx.x / columns; row < count; row += kThreads / columns) {
+      const Source at = sources[row];
+      if (at.block < 0) continue;
+      prefetch_sector(key + row_offset(p.key_strides, at, 0) * Format::kInBytes);
+      prefetch_sector(value + row_offset(p.value_strides, at, 0) * Format::kInBytes);
+    }
+  }
+  __syncthreads();
+}
+
 // Tokens that a thread has in flight, and output tokens of a CTA at most.
 template <class Format, bool kAligned>
 constexpr int kTokensInFlight = kAligned && Format::kInBytes > 1 ? 8 : 4;
@@ -123,13 +155,15 @@ constexpr int kMaxTile = 4 * kTokensInFlight<Format, kAligned>;
 // Bounds of one CTA a multiprocessor: else the compiler saves registers and waits for loads one by one.
 template <class Format, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 1)
-    gather_kernel(const __grid_constant__ GatherParams p, int tile, bool key_aligned, bool value_aligned) {
+    gather_kernel(const __grid_constant__ GatherParams p, int tile, int prefetching_ctas, bool key_aligned,
+                  bool value_aligned) {
   constexpr int kTokens = kTokensInFlight<Format, kAligned>;
   __shared__ Source sources[kMaxTile<Format, kAligned>];
   ptx::pdl_launch_dependents();
-  ptx::pdl_wait();
   const int first = blockIdx.x * tile, count = min(tile, p.num_tokens - first);
-  locate_tile(p, first, count, sources);
+  if (Format::kInBytes > 1 && blockIdx.x < prefetching_ctas) prefetch_tile<Format>(p, first, count, sources);
+  ptx::pdl_wait();
+  locate_tile<false>(p, first, count, sources);
 
   const int pieces = p.num_kv_heads * (p.head_dim / 8);
   const int columns = min(pieces, kThreads), rows = kThreads / columns;
@@ -180,8 +214,8 @@ void launch(const GatherParams& p, cudaStream_t stream) {
     // Tiles small enough for two CTAs on every multiprocessor.
     const int ctas = 2 * current_device().sm_count;
     const int tile = std::clamp((p.num_tokens + ctas - 1) / ctas, 1, max_tile);
-    launch_pdl(kernel, dim3((p.num_tokens + tile - 1) / tile), dim3(kThreads), stream, p, tile, key_aligned,
-               value_aligned);
+    launch_pdl(kernel, dim3((p.num_tokens + tile - 1) / tile), dim3(kThreads), stream, p, tile,
+               prefetching_ctas(4 * kThreads), key_aligned, value_aligned);
   };
   key_aligned&& value_aligned ? launch_as(gather_kernel<Format, true>, kMaxTile<Format, true>)
                               : launch_as(gather_kernel<Format, false>, kMaxTile<Format, false>);

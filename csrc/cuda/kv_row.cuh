@@ -8,60 +8,31 @@
 
 namespace paged_attn {
 
-// kSmall below: strides in elements and the number of slots are less than 2^31, so that one instruction multiplies.
-inline bool is_small(TokenStrides s) {
-  return s.token >= 0 && s.token <= INT32_MAX && s.head >= 0 && s.head <= INT32_MAX;
-}
-inline bool is_small(BlockStrides s) {
-  return is_small(TokenStrides{s.block, s.head}) && is_small(TokenStrides{s.slot, 0});
-}
-
-template <bool kSmall>
-__device__ __forceinline__ int64_t times(int index, int64_t stride) {
-  if constexpr (kSmall)
-    return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(index)} * static_cast<uint32_t>(stride));
-  else
-    return index * stride;
-}
-
-template <bool kSmall = false>
 __device__ __forceinline__ int64_t row_offset(const TokenStrides& s, int token, int head) {
-  return times<kSmall>(token, s.token) + times<kSmall>(head, s.head);
+  return token * s.token + head * s.head;
 }
 
 struct SlotPosition {
   int block, offset;  // block -1: no slot, nothing is stored
 };
 
-template <bool kSmall = false>
 __device__ __forceinline__ int64_t row_offset(const BlockStrides& s, const SlotPosition& at, int head) {
-  return times<kSmall>(at.block, s.block) + times<kSmall>(at.offset, s.slot) + times<kSmall>(head, s.head);
+  return at.block * s.block + at.offset * s.slot + head * s.head;
 }
 
-// A slot as it lies in memory: its first and its last 32 bits, which are the same where slots are int32.  Nothing is
-// computed from them yet, so that other loads can follow at once.
-struct SlotWords {
-  uint32_t first;
-  int32_t last;
-};
-__device__ __forceinline__ SlotWords load_slot(const KvWriteParams& p, int token) {
+__device__ __forceinline__ SlotPosition locate_slot(const KvWriteParams& p, const Divisor& block_size, int token) {
+  // Its first and its last 32 bits, the same where slots are int32: no branch between this load and others.
   const auto* words = static_cast<const int32_t*>(p.slot_mapping) + (token * p.slot_stride << p.slots_are_int64);
-  return {static_cast<uint32_t>(words[0]), words[p.slots_are_int64]};
-}
-
-template <bool kSmall = false>
-__device__ __forceinline__ SlotPosition locate(const KvWriteParams& p, const Divisor& block_size, SlotWords words) {
-  if (words.last < 0) return {-1, 0};
-  const uint64_t slot = words.first | (p.slots_are_int64 ? uint64_t{static_cast<uint32_t>(words.last)} << 32 : 0);
-  if (slot >= static_cast<uint64_t>(times<kSmall>(p.block_size, p.num_blocks))) return {-1, 0};
-  if (kSmall || slot <= INT32_MAX) {
+  const auto first = static_cast<uint32_t>(words[0]);
+  const int32_t last = words[p.slots_are_int64];
+  if (last < 0) return {-1, 0};
+  const uint64_t slot = first | (p.slots_are_int64 ? uint64_t{static_cast<uint32_t>(last)} << 32 : 0);
+  if (slot >= static_cast<uint64_t>(p.block_size * p.num_blocks)) return {-1, 0};
+  if (slot <= INT32_MAX) {
     const int block = block_size.quotient(static_cast<int>(slot));
     return {block, static_cast<int>(slot) - block * block_size.value};
   }
   return {static_cast<int>(slot / p.block_size), static_cast<int>(slot % p.block_size)};
-}
-__device__ __forceinline__ SlotPosition locate_slot(const KvWriteParams& p, const Divisor& block_size, int token) {
-  return locate(p, block_size, load_slot(p, token));
 }
 
 // Lanes (a power of two up to 32, inside one warp) that hold a row of `elements` elements, `per_lane` each.
@@ -122,7 +93,11 @@ template <class T, int kRows>
 __device__ __forceinline__ void spread_largest(uint32_t* largest, int lanes) {
   if constexpr (kRows == 2 && sizeof(T) == 2) {  // both in one word
     uint32_t both = largest[0] | largest[1] << 16;
-    for (int step = lanes / 2; step > 0; step /= 2) both = __vmaxu2(both, __shfl_xor_sync(0xffffffffu, both, step));
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      if (step >= lanes) break;
+      both = __vmaxu2(both, __shfl_xor_sync(0xffffffffu, both, step));
+    }
     largest[0] = both & 0xffffu, largest[1] = both >> 16;
   } else {
     for (int step = lanes / 2; step > 0; step /= 2)
@@ -141,38 +116,45 @@ __device__ __noinline__ Piece<1> quantize_any(Piece<sizeof(T)> piece, float scal
   return quantize(v, Cache{});
 }
 
-// Whether the scale, and the largest magnitude of a row, let quotients be computed by Reciprocal and rounded without
-// saturation.
-template <class Cache>
-__device__ __forceinline__ bool moderate(float scale, float largest) {
-  const float magnitude = fabsf(scale);
-  const float limit = std::is_same_v<Cache, int8_t> ? fminf(127.25f * magnitude, 0x1p60f) : 0x1p60f;
-  return magnitude > 0x1p-60f && magnitude < 0x1p60f && largest < limit;
+// v at most `limit` in magnitude; NaN stays NaN.
+__device__ __forceinline__ float limited(float v, float limit) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(limit));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(-limit));
+  return v;
 }
 
-// 1 / scale: `high` to the nearest float, `low` what it lacks.
-struct Reciprocal {
-  float scale, high, low;
+// Divides numbers of type T by a scale of moderate size.  16-bit ones: 1 / scale is `high`, rounded towards zero, plus
+// `low`, which is positive: infinities and what overflows stay infinite.  v / scale is exact to within 2^-45 before it
+// is rounded.  That is the quotient to the nearest wherever it matters: next to a rounding boundary of the cache's
+// type, no quotient of a 16-bit number and a float lies that close to the middle between two floats
+// (tests/test_write.py), but for one, a power of two over 1 - 2^-24, for which `low` is rounded up.
+template <class T>
+struct Divider {
+  float high, low;
 
-  __device__ __forceinline__ explicit Reciprocal(float scale) : scale(scale) {
+  __device__ __forceinline__ explicit Divider(float scale) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(high) : "f"(scale));
-    high = fmaf(fmaf(-high, scale, 1.0f), high, high);
-    const float error = fmaf(-high, scale, 1.0f);
+    high = __fmaf_rz(fmaf(-high, scale, 1.0f), high, high);
+    const float error = fmaf(-high, scale, 1.0f) + 0x1.8p-48f;
     low = error * high;
     low = fmaf(error, low, low);
   }
-  // A 16-bit v / scale to within 2^-47 before it is rounded.  That is the quotient to the nearest wherever it matters:
-  // next to a rounding boundary of the cache's type, no quotient of a 16-bit number and a float lies that close to the
-  // middle between two floats (tests/test_write.py), but for one, a power of two over 1 - 2^-24, which comes out right.
-  template <class T>
-  __device__ __forceinline__ float quotient(float v, T) const {
-    return fmaf(v, high, v * low);
+  __device__ __forceinline__ float quotient(float v) const { return fmaf(v, high, v * low); }
+};
+
+// float32: the remainder corrects the quotient to the nearest (Markstein 1990, doi:10.1147/rd.341.0111).  One small
+// enough to lose bits of its remainder is stored as zero either way.
+template <>
+struct Divider<float> {
+  float scale, reciprocal;
+
+  __device__ __forceinline__ explicit Divider(float scale) : scale(scale) {
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(scale));
+    reciprocal = fmaf(fmaf(-reciprocal, scale, 1.0f), reciprocal, reciprocal);
   }
-  // The nearest to any v / scale: the remainder corrects the quotient (Markstein 1990, doi:10.1147/rd.341.0111).  One
-  // small enough to lose bits of its remainder is stored as zero either way.
-  __device__ __forceinline__ float quotient(float v, float) const {
-    const float q = v * high;
-    return fmaf(fmaf(-q, scale, v), high, q);
+  __device__ __forceinline__ float quotient(float v) const {
+    const float q = v * reciprocal;
+    return fmaf(fmaf(-q, scale, v), reciprocal, q);
   }
 };
 
@@ -182,22 +164,30 @@ struct LanePieces {
 };
 
 // The scale of a row that does not depend on its content.
-template <bool kSmall = false>
 __device__ __forceinline__ float fixed_scale(const ScaleView& scales, int head) {
-  return scales.data != nullptr && !scales.per_token() ? scales.data[times<kSmall>(head, scales.strides.head)] : 1.0f;
+  return scales.data != nullptr && !scales.per_token() ? scales.data[head * scales.strides.head] : 1.0f;
 }
 
-// For each of kRows rows the scale that makes its largest finite magnitude the largest number of the cache.
-// `of_lane`: the largest magnitudes of the lane's pieces.  All lanes of the warp call it together.
+// v / kLargestFinite, which is 7 or 127 times a power of two: two multiplications round what is left of a 16-bit number
+// to the nearest, unless it is subnormal.
+template <class Cache, class T>
+__device__ __forceinline__ float over_largest_finite(float v, T) {
+  constexpr double exact = 1.0 / kLargestFinite<Cache>;
+  constexpr float high = static_cast<float>(exact), low = static_cast<float>(exact - high);
+  if constexpr (sizeof(T) == 4) return v / kLargestFinite<Cache>;
+  return fmaf(v, high, v * low);
+}
+
+// For each of kRows rows the scale that makes its largest finite magnitude the largest number of the cache.  All lanes
+// of the warp call it together.
 template <class T, class Cache, int kRows>
-__device__ __forceinline__ void scales_of_rows(const Piece<sizeof(T)> (*pieces)[2], const uint32_t* of_lane, int lanes,
-                                               float* scales) {
+__device__ __forceinline__ void scales_of_rows(const Piece<sizeof(T)> (*pieces)[2], int lanes, float* scales) {
   uint32_t largest[kRows];
   bool infinite = false;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    largest[i] = of_lane[i];
-    infinite |= of_lane[i] >= kInfiniteMagnitude<T>;
+    largest[i] = largest_magnitude(pieces[i]);
+    infinite |= largest[i] >= kInfiniteMagnitude<T>;
   }
   if (__any_sync(0xffffffffu, infinite))
 #pragma unroll
@@ -206,24 +196,26 @@ __device__ __forceinline__ void scales_of_rows(const Piece<sizeof(T)> (*pieces)[
   spread_largest<T, kRows>(largest, lanes);
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const float ratio = magnitude_as_float(largest[i], T{}) / largest_finite(Cache{});
+    const float ratio = over_largest_finite<Cache>(magnitude_as_float(largest[i], T{}), T{});
     scales[i] = ratio > 0.0f ? ratio : 1.0f;
   }
 }
 
-// A lane's pieces, whose largest magnitude is `largest`, as the cache holds them.
+// A lane's pieces as the cache holds them.
 template <class T, class Cache>
-__device__ __forceinline__ void quantize_row(const Piece<sizeof(T)> (&pieces)[2], uint32_t largest, float scale,
-                                             Piece<1> (&stored)[2]) {
-  if (moderate<Cache>(scale, magnitude_as_float(largest, T{}))) {
-    const Reciprocal reciprocal(scale);
+__device__ __forceinline__ void quantize_row(const Piece<sizeof(T)> (&pieces)[2], float scale, Piece<1> (&stored)[2]) {
+  if (scale > 0x1p-60f && scale < 0x1p60f) {
+    const Divider<T> divider(scale);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float v[8];
       to_float(pieces[i], T{}, v);
 #pragma unroll
-      for (int k = 0; k < 8; ++k) v[k] = reciprocal.quotient(v[k], T{});
-      stored[i] = quantize_in_range(v, Cache{});
+      for (int k = 0; k < 8; ++k) {
+        if constexpr (sizeof(T) == 4) v[k] = limited(v[k], kLargestFinite<Cache> * scale);
+        v[k] = divider.quotient(v[k]);
+      }
+      stored[i] = quantize(v, Cache{});
     }
   } else {
 #pragma unroll

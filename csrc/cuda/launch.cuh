@@ -29,4 +29,19 @@ void launch_pdl(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t s
   launch_kernel(kernel, grid, block, 0, stream, waits_for_dependency(kernel), std::forward<Args>(args)...);
 }
 
+// ---- Rows that a kernel will read, brought into L2 while it waits for the kernel ahead.  Nothing is read, so what the
+// kernel ahead still writes there comes out right.
+__device__ __forceinline__ void prefetch_sector(const void* p) {  // 32 bytes
+#if __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+#endif
+}
+
+// How many CTAs of a grid prefetch: the first ones, which wait while the kernel ahead ends.  Others need not wait.
+inline int prefetching_ctas(int threads_per_cta) {
+  constexpr int kThreadsAnSm = 1024;
+  const DeviceInfo device = current_device();
+  return device.major >= 9 ? device.sm_count * kThreadsAnSm / threads_per_cta : 0;
+}
+
 }  // namespace paged_attn

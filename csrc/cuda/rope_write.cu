@@ -102,8 +102,25 @@ __device__ __forceinline__ void rotate(const Rotation& r, bool interleaved, Piec
   pieces[1] = from_float(b, T{});
 }
 
-// A group of lanes (threadIdx.x) does the rows first, first + parts, ... of one token, query heads before key heads
-// before value heads: cosines, sines and the slot are found once for them all.
+// A row of a token: query heads come before key heads before value heads.
+template <class T>
+struct TokenRow {
+  bool is_query, is_value;
+  int head;
+  T* data;
+
+  __device__ __forceinline__ TokenRow(const RopeWriteParams& p, int token, int row) {
+    const KvWriteParams& w = p.write;
+    is_query = row < p.num_heads, is_value = row >= p.num_heads + w.num_kv_heads;
+    head = row - (is_query ? 0 : p.num_heads) - (is_value ? w.num_kv_heads : 0);
+    const TokenStrides& strides = is_query ? p.query_strides : is_value ? w.value_strides : w.key_strides;
+    void* rows = is_query ? p.query : is_value ? const_cast<void*>(w.value) : p.key;
+    data = static_cast<T*>(rows) + token * strides.token + head * strides.head;
+  }
+};
+
+// A group of lanes (threadIdx.x) does the rows first, first + parts, ... of one token: cosines, sines and the slot
+// are found once for them all.
 template <class T, class Cache, bool kAligned>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 6
                                             : kAligned     ? 8
@@ -117,6 +134,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 6
   const bool in_range = token < p.num_tokens;
   const LaneShare share = share_of_lane<kAligned>(p, lane);
   const LanePieces& part = share.part;
+  int row = index - token * parts.value;
+  if (in_range) {
+    const T* data = TokenRow<T>(p, token, row).data;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (part.count[i] > 0) prefetch_sector(data + part.first[i]);
+  }
   ptx::pdl_wait();
 
   Rotation rotation = {};
@@ -124,17 +148,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 6
   const SlotPosition at = in_range && token < w.num_tokens ? locate_slot(w, block_size, token) : SlotPosition{-1, 0};
   // One body for all rows: kernels this short are bound by the code that they fetch.  As many turns for every group: a
   // warp quantises together.
-  int row = index - token * parts.value;
 #pragma unroll 1
   for (int turns = parts.quotient(num_rows + parts.value - 1); turns > 0; --turns, row += parts.value) {
-    const bool is_query = row < p.num_heads, is_value = row >= p.num_heads + w.num_kv_heads;
-    const int head = row - (is_query ? 0 : p.num_heads) - (is_value ? w.num_kv_heads : 0);
+    const auto [is_query, is_value, head, data] = TokenRow<T>(p, token, row);
     const bool row_aligned = kAligned || (is_query ? aligned.query : is_value ? aligned.value : aligned.key);
-    const TokenStrides& from = is_query ? p.query_strides : is_value ? w.value_strides : w.key_strides;
-    T* data = static_cast<T*>(is_query   ? p.query
-                              : is_value ? const_cast<void*>(w.value)
-                                         : p.key) +
-              token * from.token + head * from.head;
     const bool exists = in_range && row < num_rows, rotates = exists && share.rotates && !is_value;
     const SlotPosition to = exists && !is_query ? at : SlotPosition{-1, 0};
 
@@ -158,16 +175,15 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 6
     const bool cache_aligned = kAligned || (is_value ? aligned.value_cache : aligned.key_cache);
     if constexpr (sizeof(Cache) == 1) {
       if (!__any_sync(0xffffffffu, to.block >= 0)) continue;
-      const uint32_t largest = largest_magnitude(pieces);
       if (w.k_scale.per_token() || w.v_scale.per_token()) {  // the same for the whole warp, which may hold both
         float own;
-        scales_of_rows<T, Cache, 1>(&pieces, &largest, lanes, &own);
+        scales_of_rows<T, Cache, 1>(&pieces, lanes, &own);
         if (scales.per_token()) scale = own;
         if (scales.per_token() && to.block >= 0 && lane == 0) scales.data[row_offset(scales.strides, to, head)] = own;
       }
       if (to.block < 0) continue;
       Piece<1> stored[2];
-      quantize_row<T, Cache>(pieces, largest, scale, stored);
+      quantize_row<T, Cache>(pieces, scale, stored);
       uint8_t* out = static_cast<uint8_t*>(cache) + row_offset(strides, to, head);
 #pragma unroll
       for (int i = 0; i < 2; ++i)

@@ -7,8 +7,9 @@
 namespace paged_attn {
 namespace {
 
-// Twelve CTAs of loads or stores over the host link fill it; more would only take multiprocessors from other work.
-constexpr int kHostLinkCtas = 12;
+// So many CTAs of loads or stores over the host link fill it, as long as blocks share them out evenly: a power of two.
+// More would only take multiprocessors from other work.
+constexpr int kHostLinkCtas = 16;
 
 // The arrays as the device sees pinned host memory; false where it cannot.
 bool map_to_device(std::vector<BlockArray>& arrays) {
