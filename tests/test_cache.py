@@ -1,5 +1,7 @@
 """PagedKVCache: construction, the tensors of a step, what can be read, streams and devices."""
 
+import resource
+
 import numpy as np
 import pytest
 import torch
@@ -167,6 +169,16 @@ def test_prepare_is_all_or_nothing():
     assert cache.block_ids("a") == [0]
     assert cache.num_free_blocks == 1
     cache.check()
+
+
+def test_refusing_a_step_takes_no_memory():
+    cache = make(8)
+    cache.add("a", [1])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(OutOfBlocks):
+        cache.prepare(["a"], [2**31 - 2])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
+    assert cache.num_free_blocks == 7
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 
 from paged_attn import Admission, OutOfBlocks
 
-from .cache_helpers import add_and_run, contents, hits, holders, make, run
+from .cache_helpers import add_and_run, contents, hits, holders, make, run, write
 
 # ---- admission, rollback, windows
 
@@ -254,6 +254,25 @@ def test_swap_keeps_every_bit(device):  # F-preempt
     run(cache, "b", [61])
     assert contents(cache, "a") == [*range(6), 60]
     assert contents(cache, "b") == [*range(6), 61]
+    cache.check()
+
+
+def test_a_swapped_fork_does_not_hold_back_a_step_under_way(device):
+    """The host copy of a block is from before the step wrote it."""
+    cache = make(device=device, num_host_blocks=4)
+    add_and_run(cache, "a", range(6))
+    batch = cache.prepare(["a"], [1])
+    cache.fork("a", ["b"])
+    cache.preempt("b", "swap")
+    write(cache, batch, [60])
+    cache.commit("a", [60])
+    cache.preempt("a", "swap")
+    add_and_run(cache, "filler", range(100, 164))  # overwrites the whole pool
+    cache.free("filler")
+    cache.resume("a")
+    cache.resume("b")
+    assert contents(cache, "a") == [*range(6), 60]
+    assert contents(cache, "b") == list(range(6))
     cache.check()
 
 

@@ -267,6 +267,8 @@ void BlockManager::plan_write(Sequence& sequence, Handle handle, int64_t query_l
       plan_.changed.push_back(id);
     }
   }
+  const int64_t needed = static_cast<int64_t>(plan_.edits.size()) + std::max<int64_t>(last - existing, 0);
+  if (needed > pool_.num_free()) refuse("prepare", needed, 0);  // before there is room for a list of them all
   for (int64_t i = existing; i < last; ++i) plan_.edits.push_back({handle, static_cast<int32_t>(i)});
   reserve_doubling(sequence.blocks, static_cast<size_t>(last));
 }
@@ -284,9 +286,7 @@ void BlockManager::begin_prepare(const int64_t* handles, const int64_t* query_le
     sequence.visit = visit_;
     plan_write(sequence, static_cast<Handle>(handles[i]), query_lens[i]);
   }
-  const int64_t needed = static_cast<int64_t>(plan_.edits.size());
-  if (needed > pool_.num_free()) refuse("prepare", needed, 0);
-  pool_.peek(needed, plan_.fresh);
+  pool_.peek(static_cast<int64_t>(plan_.edits.size()), plan_.fresh);
   for (Pair& pair : plan_.pairs) pair.second = plan_.fresh[pair.second];
   log_.reserve(4 * plan_.edits.size() + plan_.changed.size());
   guard.done(PlanKind::kPrepare);
@@ -387,7 +387,7 @@ void BlockManager::commit(const int64_t* handles, const int64_t* counts, int64_t
     Sequence& sequence = sequences_[handles[i]];
     const int64_t start = sequence.num_computed;
     const int64_t end = start + counts[i];
-    if (end > sequence.num_prepared) {
+    if (host_.size() > 0 && counts[i] > 0) {  // a fork of the sequence may have been swapped out since prepare
       for (int64_t b = start / options_.block_size; b < blocks_for(end); ++b) unlink_host(sequence.blocks[b]);
     }
     const int64_t known = static_cast<int64_t>(sequence.tokens.size()) - start;
