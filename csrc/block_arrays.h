@@ -58,6 +58,7 @@ inline BlockArrays block_arrays(const char* src_name, const std::vector<Tensor>&
     check_dtype(dst_name, d, s.scalar_type(), " like the other side");
     check_device(src_name, s, src_name, src[0]);
     check_device(dst_name, d, dst_name, dst[0]);
+    check_written(dst_name, d);
     check_size(src_name, s, 0, src[0].size(0), "blocks of the first cache");
     check_size(dst_name, d, 0, dst[0].size(0), "blocks of the first cache");
     const int64_t width = s.element_size();

@@ -99,6 +99,13 @@ inline void check_last_stride(const char* name, const Tensor& t) {
     fail(name, ": expected a last stride of 1, got ", t.stride(last), " for shape ", shape_of(t));
 }
 
+// A tensor that is written: an expanded one has many elements at one address.
+inline void check_written(const char* name, const Tensor& t) {
+  for (int64_t i = 0; i < t.dim(); i++)
+    if (t.stride(i) == 0 && t.size(i) > 1)
+      fail(name, ": expected an address for every element, got stride 0 in dimension ", i, " of shape ", shape_of(t));
+}
+
 inline std::optional<DType> dtype_of(ScalarType type) {
   switch (type) {
     case ScalarType::Float:

@@ -54,9 +54,11 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key_c
   else if (query.size(0) != seq_lens.size(0))
     fail("query: expected ", seq_lens.size(0), " tokens (one a sequence, without cu_seqlens_q), got ", query.size(0));
 
-  if (scale && !std::isfinite(*scale)) fail("scale: expected a finite number, got ", *scale);
-  if (!(softcap >= 0) || !std::isfinite(softcap))
-    fail("softcap: expected a finite number of at least 0, got ", softcap);
+  p.scale = scale ? *scale : 1 / std::sqrt(double(query.size(2)));
+  p.softcap = softcap;
+  if (!std::isfinite(p.scale)) fail("scale: expected a finite float32, got ", *scale);
+  if (!(softcap >= 0) || !std::isfinite(p.softcap) || (softcap > 0 && p.softcap == 0))
+    fail("softcap: expected 0 or a positive, finite float32, got ", softcap);
   if (window_size && *window_size < 1) fail("window_size: expected None or at least 1, got ", *window_size);
   if (window_size && !causal) fail("window_size: expected None with causal=False, got ", *window_size);
   for (auto [name, t] : {std::pair{"alibi_slopes", &alibi_slopes}, std::pair{"sinks", &sinks}}) {
@@ -97,8 +99,6 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key_c
   p.block_table_stride = block_table.stride(0);
   p.seq_lens_stride = seq_lens.stride(0);
   p.cu_seqlens_q_stride = cu_seqlens_q ? cu_seqlens_q->stride(0) : 0;
-  p.scale = scale ? *scale : 1 / std::sqrt(double(p.head_dim));
-  p.softcap = softcap;
   p.window_size = window_size && *window_size <= kMaxWindow ? *window_size : 0;
   p.causal = causal;
   p.batch_invariant = batch_invariant;
@@ -116,6 +116,8 @@ inline KvWriteParams kv_write_params(const Tensor& key, const Tensor& value, con
                                      const OptionalTensor& k_scale, const OptionalTensor& v_scale) {
   KvWriteParams p = {};
   check_caches(key_cache, value_cache);
+  check_written("key_cache", key_cache);
+  check_written("value_cache", value_cache);
   p.cache_dtype = cache_dtype("key_cache", key_cache);
   for (auto [name, t] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
     check_dim(name, *t, 3, "[num_tokens, num_kv_heads, head_dim]");
@@ -173,6 +175,7 @@ struct Ops {
     check_dtype("out", out, query.scalar_type(), " like query");
     check_device("out", out, "query", query);
     check_last_stride("out", out);
+    check_written("out", out);
     p.out = out.data_ptr();
     p.out_strides = token_strides(out);
     if (lse) {
@@ -218,6 +221,8 @@ struct Ops {
     check_dtype("query", query, key.scalar_type(), " like key");
     check_device("query", query, "key", key);
     check_last_stride("query", query);
+    check_written("query", query);
+    check_written("key", key);
     check_dim("positions", positions, 1, "[num_tokens]");
     check_size("positions", positions, 0, key.size(0), "tokens of key");
     p.positions_are_int64 = positions.scalar_type() == ScalarType::Long;
@@ -337,6 +342,8 @@ struct Ops {
       check_dtype(name, *t, ScalarType::Float);
       check_device(name, *t, "output_a", output_a);
     }
+    check_written("out", out);
+    check_written("out_lse", out_lse);
     check_head_dim("output_a", output_a.size(2));
     check_fits_int("output_a", output_a.size(0) * output_a.size(1));
     p.output_a = output_a.data_ptr();

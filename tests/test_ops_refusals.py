@@ -53,7 +53,10 @@ OPTION_MISTAKES = {
     "window_not_causal": ("window_size", {"window_size": 4, "causal": False}),
     "softcap_negative": ("softcap", {"softcap": -1.0}),
     "softcap_nan": ("softcap", {"softcap": math.nan}),
+    "softcap_above_float32": ("softcap", {"softcap": 1e39}),
+    "softcap_below_float32": ("softcap", {"softcap": 1e-46}),
     "scale_nan": ("scale", {"scale": math.nan}),
+    "scale_above_float32": ("scale", {"scale": -1e39}),
     "backend": ("backend", {"backend": "fast"}),
     "max_seqlen_q": ("max_seqlen_q", {"max_seqlen_q": -1}),
     "slopes_size": ("alibi_slopes", {"alibi_slopes": torch.zeros(2)}),
@@ -103,6 +106,13 @@ def test_attention_refuses_options(ops, case):
         ops.paged_attention(*attention_arguments(ops.device), **options)
     for name, value in before.items():
         assert torch.equal(bits(options[name]), value)
+
+
+def test_attention_refuses_an_expanded_result(ops):
+    one = torch.zeros(1, 8, 64, device=ops.device)
+    with pytest.raises(REFUSED, match="out"):
+        ops.paged_attention(*attention_arguments(ops.device), out=one.expand(2, -1, -1))
+    assert one.count_nonzero() == 0
 
 
 @pytest.mark.parametrize("name", POSITION)
@@ -173,6 +183,7 @@ WRITE_MISTAKES = {
     "key_cache_int32": ("key_cache", 2, lambda t: t.int()),
     "value_cache_shape": ("value_cache", 3, lambda t: t[:2]),
     "value_cache_last_stride": ("value_cache", 3, wider),
+    "value_cache_expanded": ("value_cache", 3, lambda t: t[:1].expand_as(t)),
     "slot_mapping_2d": ("slot_mapping", 4, lambda t: t[None]),
     "slot_mapping_long": ("slot_mapping", 4, lambda t: torch.cat([t, t])),
     "slot_mapping_float": ("slot_mapping", 4, lambda t: t.float()),
@@ -254,6 +265,16 @@ def test_only_whole_stacks_are_copied(module, shape):
             call()
 
 
+def test_copy_and_swap_refuse_expanded_pools(ops):
+    one, host = torch.zeros(1, 16, 2, 64, device=ops.device), torch.ones(3, 16, 2, 64)
+    mapping = torch.tensor([[0, 1]])
+    with pytest.raises(REFUSED, match="caches"):
+        ops.copy_blocks([one.expand(3, -1, -1, -1)], mapping)
+    with pytest.raises(REFUSED, match="dst"):
+        ops.swap_blocks([host], [one.expand(3, -1, -1, -1)], mapping)
+    assert one.count_nonzero() == 0
+
+
 def test_swap_refuses_pools_that_differ(ops):
     caches = list(make_cache(3, 16, 2, 64, dtype=torch.float32, device=ops.device))
     mapping = torch.tensor([[0, 1]])
@@ -294,6 +315,9 @@ def test_merge_refuses_results_that_do_not_fit(ops, name):
     output, lse = torch.ones(5, 3, 64, device=ops.device), torch.ones(5, 3, device=ops.device)
     wrong = torch.full((5, 2, 64) if name == "out" else (5, 2), 7.0, device=ops.device)
     before = wrong.clone()
-    with pytest.raises(REFUSED, match=name):
-        ops.merge_attn_states(output, lse, output, lse, **{name: wrong})
+    for result in (wrong, output[:1].expand_as(output) if name == "out" else lse[:1].expand_as(lse)):
+        with pytest.raises(REFUSED, match=name):
+            ops.merge_attn_states(output, lse, output, lse, **{name: result})
     assert_same_bits(wrong, before)
+    assert (output == 1).all()
+    assert (lse == 1).all()
