@@ -189,6 +189,7 @@ def test_stream_yields_tokens_as_they_come(device):
 
 def test_refusals(device):
     engine = make_engine("llama", device, num_blocks=8)
+    two = SamplingParams(max_tokens=2)
     for error, call in (
         ("prompt: expected at least one", lambda: engine.add_request([])),
         ("the cache holds 32", lambda: engine.add_request([5] * 20, SamplingParams(max_tokens=16))),
@@ -200,9 +201,21 @@ def test_refusals(device):
         ("max_batch_tokens", lambda: make_engine("llama", device, max_batch_tokens=4)),
         ("n: expected at most max_num_seqs 8", lambda: engine.add_request([5], SamplingParams(max_tokens=2, n=9))),
         ("fused", lambda: make_engine("gemma2", device, fused=True)),
+        ("max_num_seqs", lambda: make_engine("llama", device, max_num_seqs=0)),
+        ("prompt: expected ids below", lambda: engine.add_request([5, 97], two)),
+        ("token_ids", lambda: engine.add_request([5, -1], two)),
+        ("salt", lambda: engine.add_request([5], two, salt=7)),
+        ("top_k", lambda: SamplingParams(top_k=2**63)),
+        ("seed", lambda: SamplingParams(seed=2**63)),
+        ("seed", lambda: SamplingParams(seed=2**63 - 1, n=2)),
+        ("stop_token_ids", lambda: SamplingParams(stop_token_ids=5)),
+        ("stop: ", lambda: SamplingParams(stop="end")),
+        ("stop: ", lambda: SamplingParams(stop=("end", ""))),
+        ("prompt", lambda: engine.generate([[5], []], two)),
     ):
         with pytest.raises(ValueError, match=error):
             call()
+    assert not engine.requests
     engine.add_request([5], SamplingParams(max_tokens=2), request_id="x")
     with pytest.raises(ValueError, match="in use"):
         engine.add_request([5], SamplingParams(max_tokens=2), request_id="x")

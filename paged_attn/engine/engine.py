@@ -70,11 +70,14 @@ class Engine:
     ):
         if preemption not in ("recompute", "swap"):
             raise ValueError(f'preemption: expected "recompute" or "swap", got {preemption!r}')
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs: expected at least 1, got {max_num_seqs}")
         if max_batch_tokens < max_num_seqs:
             raise ValueError(f"max_batch_tokens: expected at least max_num_seqs {max_num_seqs}, got {max_batch_tokens}")
         on_gpu = model.device.type == "cuda"
         self.cache = make_cache(model, **cache_options) if cache is None else cache
         self.max_model_len = min(max_model_len or _trained_length(model), _trained_length(model))
+        self.vocab_size = model.get_input_embeddings().num_embeddings
         self.tokenizer = tokenizer
         self.eos_token_ids = _eos(model) if eos_token_ids is None else frozenset(eos_token_ids)
         self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens, preemption, _window(model))
@@ -111,23 +114,25 @@ class Engine:
         if request_id is None:
             request_id = next(number for number in self._request_ids if number not in self.requests)
         prompt = [int(token) for token in prompt]
-        self._check(request_id, prompt, params)
+        self._check(request_id, prompt, params, salt)
         request = Request(request_id, prompt, params, salt)
         request.sequences = [Sequence(next(self._seq_ids), request, i, list(prompt)) for i in range(params.n)]
         self.requests[request_id] = request
         self.scheduler.enqueue(request)
         return request_id
 
-    def _check(self, request_id: int | str, prompt: list[int], params: SamplingParams) -> None:
+    def _check(self, request_id: int | str, prompt: list[int], params: SamplingParams, salt: str | None) -> None:
         if request_id in self.requests:
             raise ValueError(f"request_id: {request_id!r} is in use")
         if not prompt:
             raise ValueError("prompt: expected at least one token, got none")
+        if max(prompt) >= self.vocab_size:
+            raise ValueError(f"prompt: expected ids below the model's {self.vocab_size}, got {max(prompt)}")
         length = len(prompt) + params.max_tokens
         if length > self.max_model_len:
             raise ValueError(f"prompt: {length} tokens with max_tokens, the engine's longest is {self.max_model_len}")
         room = self.cache.num_blocks * self.cache.block_size
-        if length > room or self.cache.can_add(prompt) is paged_attn.Admission.NEVER:
+        if length > room or self.cache.can_add(prompt, salt) is paged_attn.Admission.NEVER:
             raise ValueError(f"prompt: {length} tokens with max_tokens, the cache holds {room}")
         if params.n > self.scheduler.max_num_seqs:
             raise ValueError(f"n: expected at most max_num_seqs {self.scheduler.max_num_seqs}, got {params.n}")
@@ -241,7 +246,14 @@ class Engine:
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params: expected {len(prompts)}, one a prompt, got {len(each)}")
-        order = {self.add_request(prompt, own): i for i, (prompt, own) in enumerate(zip(prompts, each))}
+        order: dict[int | str, int] = {}
+        try:
+            for i, (prompt, own) in enumerate(zip(prompts, each)):
+                order[self.add_request(prompt, own)] = i
+        except ValueError:
+            for request_id in order:
+                self.cancel(request_id)
+            raise
         done = []
         while self.has_work:
             done += [output.completion for output in self.step() if output.completion]

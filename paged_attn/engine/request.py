@@ -39,12 +39,15 @@ class SamplingParams:
         for name, ok, need in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", self.temperature >= 0.0, "0 or more"),
-            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_k", 0 <= self.top_k < 2**63, "0 or more, in 64 bits"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
             ("n", self.n >= 1, "at least 1"),
+            ("seed", -(2**63) <= self.seed <= 2**63 - self.n, "seeds of 64 bits for n samples"),
+            ("stop_token_ids", not isinstance(self.stop_token_ids, int), "a tuple of token ids"),
+            ("stop", not isinstance(self.stop, str) and "" not in self.stop, "a tuple of strings that are not empty"),
         ):
             if not ok:
-                raise ValueError(f"{name}: expected {need}, got {getattr(self, name)}")
+                raise ValueError(f"{name}: expected {need}, got {getattr(self, name)!r}")
 
 
 class State(enum.Enum):
