@@ -233,6 +233,34 @@ def test_division(ops, dtype, row_dtype, scale):
         assert torch.equal(cache.nan_to_num(), right.nan_to_num())
 
 
+@pytest.mark.parametrize("scale", [0.1, 1e-15, 1e15, 1e-30, 1e30])
+@pytest.mark.parametrize("row_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", QUANTISED_DTYPES, ids=str)
+def test_extreme_numbers(ops, dtype, row_dtype, scale):
+    """What overflows saturates, as infinities do; what is too small becomes zero; NaN stays NaN or becomes 0."""
+    inf, nan = torch.inf, torch.nan
+    row = torch.tensor(
+        [inf, -inf, nan, 3e38, -3e38, 1e-38, 1e-44, 0.0, 1e30, -1e30, 1e-30, 12.7, -12.8, 44.0, 1.0, -1.0]
+    )
+    key = row.to(row_dtype).repeat(2, 1, 4)
+    results = []
+    for write, device in ((ops.write_kv, ops.device), (reference.write_kv, "cpu")):
+        caches = [to_device(cache, device) for cache in make_cache(1, 16, 1, 64, dtype=dtype)]
+        scales = torch.tensor([scale], device=device)
+        write(
+            key.to(device),
+            -key.to(device),
+            *caches,
+            torch.tensor([3, 7], device=device),
+            k_scale=scales,
+            v_scale=scales,
+        )
+        results.append([cache.cpu().float() for cache in caches])
+    for cache, right in zip(*results, strict=True):
+        assert torch.equal(cache.isnan(), right.isnan())
+        assert torch.equal(cache.nan_to_num(), right.nan_to_num())
+
+
 def test_quotients_at_boundaries():
     """What the division of 16-bit rows in csrc/cuda/kv_row.cuh relies on.
 
