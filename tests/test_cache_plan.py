@@ -51,7 +51,10 @@ def test_one_kind_of_request(capsys):
     assert "108 tokens on average" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", ["", "a,b\n1,2\n", "input_len,output_len\n1,x\n"])
+HEADER = "input_len,output_len\n"
+
+
+@pytest.mark.parametrize("content", ["", "a,b\n1,2\n", HEADER + "1,x\n", HEADER + "0,0\n", HEADER + "9,-1\n"])
 def test_bad_traces_stop_with_one_line(tmp_path, content):
     trace = tmp_path / "trace.csv"
     trace.write_text(content)

@@ -42,8 +42,10 @@ def read_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
         sys.exit(f"--trace: {error}")
     except (KeyError, TypeError, ValueError):
         sys.exit(f"--trace: {path} needs columns input_len and output_len with integers")
-    if not rows:
+    if not any(map(sum, rows)):
         sys.exit(f"--trace: {path} holds no request")
+    if min(map(min, rows)) < 0:
+        sys.exit(f"--trace: {path} holds a negative length")
     inputs, outputs = np.array(rows, dtype=np.int64).T
     return inputs, outputs
 
