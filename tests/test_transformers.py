@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import paged_attn
+
 from .tiny import ARCHITECTURES, generate, tiny_model, transformers
 
 from paged_attn.integrations.transformers import PagedCache, padding_mask, register  # isort: skip
@@ -97,17 +99,27 @@ def test_assisted_generation_rolls_back(device, architecture):
         cache.kv_cache.check()
 
 
-def test_cache_serves_one_batch_after_another(device):
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_cache_serves_one_batch_after_another(device, prefix_caching):
+    """Nothing is found of what a prompt before left in the pool, by this cache or by the next one over it."""
     model = tiny_model("llama", device)
-    cache = PagedCache.for_model(model, num_blocks=96, block_size=4)
-    for prompt in ([5, 6, 7], list(range(20, 40))):
+    cache = PagedCache.for_model(model, num_blocks=96, block_size=4, enable_prefix_caching=prefix_caching)
+    for prompt in ([5, 6, 7], list(range(20, 40)), list(range(40, 60))):
         assert generate(model, prompt, 8, "paged_attn", past_key_values=cache) == generate(model, prompt, 8)
         cache.reset()
+        cache = PagedCache(cache.kv_cache)
+
+
+def test_a_batch_that_does_not_fit_leaves_the_cache_empty(device):
+    model = tiny_model("llama", device)
+    cache = PagedCache.for_model(model, num_blocks=4, block_size=4)
+    with pytest.raises(paged_attn.OutOfBlocks):
+        run(model, padded_batch(device), "paged_attn", past_key_values=cache)
+    assert cache.kv_cache.num_free_blocks == 4
+    assert generate(model, [5, 6, 7], 8, "paged_attn", past_key_values=cache) == generate(model, [5, 6, 7], 8)
 
 
 def test_full_pool_raises_and_loses_nothing(device):
-    import paged_attn
-
     model = tiny_model("llama", device)
     cache = PagedCache.for_model(model, num_blocks=5, block_size=4)
     with pytest.raises(paged_attn.OutOfBlocks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ class Update:
 
 
 _local = threading.local()
+_row_numbers = itertools.count()
 
 
 def pending_update(key: Tensor) -> Update | None:
@@ -160,9 +162,14 @@ class PagedCache(PageWriter):
         else:
             query_lens = query_mask.sum(-1).tolist()
         if not self._rows:
-            self._rows = self._new_ids(batch)
-            for row, length in zip(self._rows, query_lens):
-                self.kv_cache.add(row, [0] * length)
+            try:
+                for row, length in zip(self._new_ids(batch), query_lens):
+                    # What the tokens are is not known here: a salt that no other row has keeps them from being found.
+                    self.kv_cache.add(row, [0] * length, salt=f"PagedCache row {next(_row_numbers)}")
+                    self._rows.append(row)
+            except (ValueError, paged_attn.OutOfBlocks):
+                self.reset()
+                raise
         if len(self._rows) != batch:
             raise ValueError(f"past_key_values: holds {len(self._rows)} rows, got a batch of {batch}")
         return _Step(self.kv_cache.prepare(self._rows, query_lens), query_lens, query_mask)
