@@ -74,8 +74,13 @@ class Engine:
             raise ValueError(f"max_num_seqs: expected at least 1, got {max_num_seqs}")
         if max_batch_tokens < max_num_seqs:
             raise ValueError(f"max_batch_tokens: expected at least max_num_seqs {max_num_seqs}, got {max_batch_tokens}")
+        if cache is not None and cache_options:
+            raise ValueError(f"{next(iter(cache_options))}: expected without a cache, whose option it is")
         on_gpu = model.device.type == "cuda"
         self.cache = make_cache(model, **cache_options) if cache is None else cache
+        for name, needed in _cache_shape(model).items():
+            if getattr(self.cache, name) != needed:
+                raise ValueError(f"cache: expected {name} {needed} like the model, got {getattr(self.cache, name)}")
         self.max_model_len = min(max_model_len or _trained_length(model), _trained_length(model))
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self.tokenizer = tokenizer
@@ -268,12 +273,16 @@ class Engine:
 
 def make_cache(model: torch.nn.Module, num_blocks: int | None = None, **options) -> paged_attn.PagedKVCache:
     """A cache of the model's shape. Without ``num_blocks``: 90% of the free memory of a GPU, or 1 GiB on the CPU."""
-    from paged_attn.integrations.transformers import cache_shape
-
-    options = {**cache_shape(model), **options}
+    options = {**_cache_shape(model), **options}
     if num_blocks is not None:
         return paged_attn.PagedKVCache(num_blocks=num_blocks, **options)
     return paged_attn.PagedKVCache.from_budget(0.9 if model.device.type == "cuda" else 1 << 30, **options)
+
+
+def _cache_shape(model: torch.nn.Module) -> dict:
+    from paged_attn.integrations.transformers import cache_shape
+
+    return cache_shape(model)
 
 
 def _trained_length(model: torch.nn.Module) -> int:
