@@ -117,7 +117,7 @@ void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& works
   params.by_heads = Divisor(p.num_kv_heads);
   params.block_inverse = static_cast<uint32_t>((1ull << 32) / p.block_size + 1);
   params.head_parts = !whole_rows ? 0 : p.num_kv_heads > 1 ? static_cast<int>(p.key_strides.head / 64) : 1;
-  const int most_rows = quantized || columns == 96 ? 64 : !whole_rows ? 8 : columns > 128 ? 16 : 64;
+  const int most_rows = quantized ? 64 : columns == 96 ? 32 : !whole_rows ? 8 : columns > 128 ? 16 : 64;
   params.box_rows = std::min(most_rows, p.block_size & -p.block_size);
   params.scale_log2 = p.scale * kLog2e;
   params.cap_log2 = p.softcap * kLog2e;

@@ -49,6 +49,8 @@ class PrefillConsumer : PrefillRows<Traits> {
   using typename Rows::T;
   static constexpr int kKeys = Traits::kKeys, kConsumers = Traits::kConsumers;
   static constexpr int kRowsAtOnce = Traits::kEarlyOutput ? 2 : 1;  // of the thread's two
+  // With Q in registers the compiler knows by itself what is uniform.
+  static constexpr bool kMakesUniform = !Traits::kQuantized && !Traits::kQueryInRegisters;
 
   __device__ __forceinline__ void take_turn() { ptx::named_barrier_sync(kTurnBarrier + warpgroup(), 256); }
   __device__ __forceinline__ void pass_turn() {
@@ -125,7 +127,7 @@ class PrefillConsumer : PrefillRows<Traits> {
       } else {
         do {  // a loop of their own for the full steps, and a short one, where registers suffice
           next_step<false>(step--);
-        } while (Traits::kQueryInRegisters && is_full(step));
+        } while (Traits::kShortLoop && is_full(step));
       }
     }
     issue_output(step + 1);
@@ -139,6 +141,7 @@ class PrefillConsumer : PrefillRows<Traits> {
 
   template <bool kMasked>
   __device__ __forceinline__ void next_step(int step) {
+    if constexpr (kMakesUniform) steps_ = uniform(steps_);
     issue_scores();
     issue_output(step + 1);
     pass_turn();
@@ -177,7 +180,9 @@ class PrefillConsumer : PrefillRows<Traits> {
     ptx::mbarrier_wait(smem_.key_full(key().slot()), key().parity());
     take_turn();
     const uint64_t keys = matrix_descriptor(smem_.key(key().slot()), 16, Traits::kRowGroupBytes);
-    const uint64_t queries = matrix_descriptor(smem_.query(query().slot(), warpgroup()), 16, 1024);
+    uint32_t query_address = smem_.query(query().slot(), warpgroup());
+    if constexpr (kMakesUniform) query_address = uniform(query_address);
+    const uint64_t queries = matrix_descriptor(query_address, 16, 1024);
     pin(s_);
     wgmma_fence();
 #pragma unroll

@@ -15,17 +15,19 @@ struct PrefillTraits {
   static constexpr int kHeadDim = kHeadDim_;  // columns of the arithmetic; those past the real head_dim hold 0
   static constexpr bool kScoreMods = kScoreMods_, kQuantized = kQuantized_, kTokenScales = kTokenScales_;
   static constexpr int kParts = (kHeadDim + 63) / 64;  // a part: 64 columns in shared memory, 128 bytes a row
-  static constexpr int kKeys = kQuantized && kHeadDim > 128                                    ? 64  // of a step
-                               : kHeadDim > 192                                                ? 80
-                               : kHeadDim > 128                                                ? 112
-                               : kHeadDim > 64 || (kQuantized && (kScoreMods || kTokenScales)) ? 128
-                                                                                               : 192;
+  static constexpr int kKeys = kQuantized && kHeadDim > 128 ? 64  // of a step
+                               : kHeadDim > 192             ? 80
+                               : kHeadDim > 128             ? 112
+                               : kHeadDim > 96 || (kQuantized && (kHeadDim > 64 || kScoreMods || kTokenScales)) ? 128
+                               : kHeadDim > 64                                                                  ? 160
+                                                                                                                : 192;
   static constexpr int kStages = 2;
   static constexpr int kConsumers = 2;                       // warpgroups that compute
   static constexpr int kRows = kWarpgroupRows * kConsumers;  // of a tile
   static_assert(4 * kConsumers == kRowWarps);
   static constexpr bool kQueryInRegisters =  // they must fit
       kHeadDim <= (kQuantized ? 192 : 128) && !(kScoreMods && (kQuantized || kHeadDim <= 64));
+  static constexpr bool kShortLoop = kQueryInRegisters || (!kQuantized && kHeadDim == 192);  // of the full steps
   // At once; else the output goes through its buffer.
   static constexpr bool kReleasesQuery = kQuantized && kQueryInRegisters;
   static constexpr bool kEarlyOutput = !kQuantized && kHeadDim > 64 && kHeadDim <= 192;  // P V ends with the maxima

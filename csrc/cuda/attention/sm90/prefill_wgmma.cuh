@@ -74,6 +74,7 @@ struct Wgmma;
 #define NAMES32_63                                                                                            \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
   "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES80 NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define NAMES96 NAMES64 ", " NAMES64_95
 #define NAMES64_95                                                                                            \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
@@ -118,6 +119,7 @@ struct Wgmma;
 #define ACC_N96 ACC32(0), ACC8(32), ACC8(40)
 #define ACC_N112 ACC32(0), ACC8(32), ACC8(40), ACC8(48)
 #define ACC_N128 ACC32(0), ACC32(32)
+#define ACC_N160 ACC32(0), ACC32(32), ACC8(64), ACC8(72)
 #define ACC_N192 ACC32(0), ACC32(32), ACC32(64)
 #define ACC_N256 ACC32(0), ACC32(32), ACC32(64), ACC32(96)
 DEFINE_WGMMA(64, NAMES32, 32, 33, 34, 35, 36, 37, 38);
@@ -125,6 +127,7 @@ DEFINE_WGMMA(80, NAMES40, 40, 41, 42, 43, 44, 45, 46);
 DEFINE_WGMMA(96, NAMES48, 48, 49, 50, 51, 52, 53, 54);
 DEFINE_WGMMA(112, NAMES56, 56, 57, 58, 59, 60, 61, 62);
 DEFINE_WGMMA(128, NAMES64, 64, 65, 66, 67, 68, 69, 70);
+DEFINE_WGMMA(160, NAMES80, 80, 81, 82, 83, 84, 85, 86);
 DEFINE_WGMMA(192, NAMES96, 96, 97, 98, 99, 100, 101, 102);
 DEFINE_WGMMA(256, NAMES128, 128, 129, 130, 131, 132, 133, 134);
 
@@ -138,6 +141,7 @@ DEFINE_WGMMA(256, NAMES128, 128, 129, 130, 131, 132, 133, 134);
 #undef ACC_N96
 #undef ACC_N112
 #undef ACC_N128
+#undef ACC_N160
 #undef ACC_N192
 #undef ACC_N256
 #undef NAMES32
@@ -146,6 +150,7 @@ DEFINE_WGMMA(256, NAMES128, 128, 129, 130, 131, 132, 133, 134);
 #undef NAMES56
 #undef NAMES64
 #undef NAMES32_63
+#undef NAMES80
 #undef NAMES96
 #undef NAMES64_95
 #undef NAMES128
