@@ -10,6 +10,7 @@ namespace paged_attn {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kPrefetchBytesAnSm = 64 << 10;
 
 // Where an output token comes from: first its sequence (as `block`) and its position in that, then block and slot.
 struct Source {
@@ -161,7 +162,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Source sources[kMaxTile<Format, kAligned>];
   ptx::pdl_launch_dependents();
   const int first = blockIdx.x * tile, count = min(tile, p.num_tokens - first);
-  if (Format::kInBytes > 1 && blockIdx.x < prefetching_ctas) prefetch_tile<Format>(p, first, count, sources);
+  if (Format::kInBytes > 1 && blockIdx.x < prefetching_ctas)
+    prefetch_tile<Format>(p, first, min(count, kTokens), sources);
   ptx::pdl_wait();
   locate_tile<false>(p, first, count, sources);
 
@@ -214,8 +216,9 @@ void launch(const GatherParams& p, cudaStream_t stream) {
     // Tiles small enough for two CTAs on every multiprocessor.
     const int ctas = 2 * current_device().sm_count;
     const int tile = std::clamp((p.num_tokens + ctas - 1) / ctas, 1, max_tile);
+    const int prefetched = std::min(tile, max_tile / 4) * p.num_kv_heads * p.head_dim * 2 * Format::kInBytes;
     launch_pdl(kernel, dim3((p.num_tokens + tile - 1) / tile), dim3(kThreads), stream, p, tile,
-               prefetching_ctas(4 * kThreads), key_aligned, value_aligned);
+               prefetching_ctas(prefetched, kPrefetchBytesAnSm), key_aligned, value_aligned);
   };
   key_aligned&& value_aligned ? launch_as(gather_kernel<Format, true>, kMaxTile<Format, true>)
                               : launch_as(gather_kernel<Format, false>, kMaxTile<Format, false>);

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kQuantizeThreads = 128;
+constexpr int kPrefetchBytesAnSm = 48 << 10;
 constexpr int kFewThreadsAnSm = 2048;  // up to there K and V rows have threads of their own
 
 struct Alignment {
@@ -184,7 +185,7 @@ bool as_plain(const KvWriteParams& p, PlainWriteParams& plain) {
            static_cast<const char*>(p.slot_mapping),
            static_cast<int>(num_rows),
            p.head_dim,
-           prefetching_ctas(kQuantizeThreads),
+           prefetching_ctas(kQuantizeThreads * 2 * 16 * size, kPrefetchBytesAnSm),
            p.k_scale.per_token(),
            Divisor(p.num_kv_heads),
            Divisor(p.block_size),
@@ -233,7 +234,8 @@ void launch_write_kv(const KvWriteParams& p, cudaStream_t stream) {
   const int x = pieces < kThreads ? pieces : kThreads;
   const dim3 block(x, kThreads / x);
   const dim3 grid(ceil_div(p.num_tokens, block.y), ceil_div(pieces, x));
-  launch_pdl(copy_rows_kernel, grid, block, stream, p, aligned, Divisor(p.block_size), prefetching_ctas(kThreads));
+  launch_pdl(copy_rows_kernel, grid, block, stream, p, aligned, Divisor(p.block_size),
+             prefetching_ctas(kThreads * 2 * 16, kPrefetchBytesAnSm));
 }
 
 }  // namespace paged_attn

@@ -37,11 +37,11 @@ __device__ __forceinline__ void prefetch_sector(const void* p) {  // 32 bytes
 #endif
 }
 
-// How many CTAs of a grid prefetch: the first ones, which wait while the kernel ahead ends.  Others need not wait.
-inline int prefetching_ctas(int threads_per_cta) {
-  constexpr int kThreadsAnSm = 1024;
+// How many CTAs of a grid prefetch: the first ones, which wait while the kernel ahead ends.  Others need not wait, and
+// memory brings no more than so many bytes in that time.
+inline int prefetching_ctas(int bytes_per_cta, int bytes_an_sm) {
   const DeviceInfo device = current_device();
-  return device.major >= 9 ? device.sm_count * kThreadsAnSm / threads_per_cta : 0;
+  return device.major >= 9 ? static_cast<int>(int64_t{device.sm_count} * bytes_an_sm / bytes_per_cta) : 0;
 }
 
 }  // namespace paged_attn
