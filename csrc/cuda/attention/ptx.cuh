@@ -166,6 +166,16 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       "r"(parity)
       : "memory");
 }
+// Whether the phase of `parity` is complete, without waiting.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
 
 // ---- Bulk and tensor copies; completion is counted in bytes on `barrier`.
 __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, int bytes, uint32_t barrier) {

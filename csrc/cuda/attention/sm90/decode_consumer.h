@@ -7,12 +7,13 @@
 
 namespace paged_attn::sm90 {
 
-// Warps are numbered (head slot, row group, slice of 16 tokens).  Those that differ in the slice alone are a team: they
+// Warps are numbered (head slot, row group, slice of tokens).  Those that differ in the slice alone are a team: they
 // hold the same rows over different tokens, and meet at the end of a piece.
 template <class Traits>
 struct Consumer {
   static constexpr int kSlices = Traits::kSlices, kHeadDim = Traits::kHeadDim, kWarpRows = Traits::kWarpRows;
   static constexpr int kPitch = Traits::kSumPitch, kEndRows = Traits::kEndRows;
+  static constexpr int kWarpTokens = 16 * Traits::kTokenTiles;
   using Row = Partial<kHeadDim>;
 
   // Of a warp, in shared memory because registers are scarce.  All lanes write the same.
@@ -144,12 +145,13 @@ struct Consumer {
   __device__ __forceinline__ void run(const Ring& ring, const Walk<Traits>& share) const {
     using Element = std::conditional_t<Traits::kQuantized, __half, typename Traits::Cache>;  // zero is zero in either
     const AttentionParams& p = a.p;
-    LaneMap<Traits> lanes(a, head(), slice() * 16);
+    LaneMap<Traits> lanes(a, head(), slice() * kWarpTokens);
     Cursor stage, query;
-    meet_all<Traits>();
     ptx::pdl_wait();
+    if (threadIdx.x == 0) ptx::mbarrier_arrive(ring.ended);
     // The prefill kernel beside this one does not wait for what went before: that has ended now.
     if (a.range.side_by_side) ptx::pdl_launch_dependents();
+    ptx::mbarrier_wait(ring.share, 0);
     memo().walk = share;
     memo().held.num_rows = 0;
     if (a.range.owns_empty) write_empty_rows<Element>(p, Traits::kWarps * 32);  // the first stages are on their way
@@ -173,7 +175,7 @@ struct Consumer {
       const uint32_t query_free = ring.query + query.index * 8;
       query.step(2);
       lanes.set_rows(head(), first_row(), item.num_rows);
-      const int limit = w.limit(a), origin = w.s.first_tile * Traits::kTileTokens + slice() * 16;
+      const int limit = w.limit(a), origin = w.s.first_tile * Traits::kTileTokens + slice() * kWarpTokens;
       int tile = w.tile;
       ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);  // the query rows are there
       if (Traits::kQuantized && !Traits::kQueryInRegisters) convert_query(query_buffer, item.num_rows);
@@ -201,10 +203,11 @@ struct Consumer {
         do {
           ptx::mbarrier_wait(ring.full + stage.index * 8, stage.parity);
           const int first_token = origin + tile * Traits::kTileTokens;
-          if (!Traits::kLoadsOnly && first_token < see.len && first_token + 16 > see.first_key)
-            attend<Traits>(a, x, lanes, ring.stages + stage.index * Traits::kStageBytes,
-                           ring.scales<Traits>(stage.index, 0) + (head() * Traits::kTileTokens + slice() * 16) * 4,
-                           query_buffer, q, key_scale, memo().item.rows, first_row(), first_token, see);
+          if (!Traits::kLoadsOnly && first_token < see.len && first_token + kWarpTokens > see.first_key)
+            attend<Traits>(
+                a, x, lanes, ring.stages + stage.index * Traits::kStageBytes,
+                ring.scales<Traits>(stage.index, 0) + (head() * Traits::kTileTokens + slice() * kWarpTokens) * 4,
+                query_buffer, q, key_scale, memo().item.rows, first_row(), first_token, see);
           __syncwarp();
           if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring.empty + stage.index * 8);
           stage.step(Traits::kStages);

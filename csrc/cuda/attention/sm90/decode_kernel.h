@@ -26,13 +26,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                   const __grid_constant__ DecodeArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char shared[];
-  touch_parameters(a, reinterpret_cast<unsigned*>(shared + Traits::kStatsOffset) + threadIdx.x / 32);
   const Ring ring = Ring::at<Traits>(ptx::smem_address(shared));
   if (threadIdx.x == 0) ring.init<Traits>();
   if (threadIdx.x == 32) {  // another warp: both take their time
     ptx::tensor_map_prefetch(&key_map);
     ptx::tensor_map_prefetch(&value_map);
   }
+  touch_parameters(a, reinterpret_cast<unsigned*>(shared + Traits::kStatsOffset) + threadIdx.x / 32);
+  __syncthreads();  // the barriers are initialised
   if (!a.range.side_by_side) ptx::pdl_launch_dependents();
   const int producer = static_cast<int>(threadIdx.x / 32) - Traits::kWarps;
   // Reading lengths and table before the kernel ahead has ended hides the schedule behind its tail, but is right only

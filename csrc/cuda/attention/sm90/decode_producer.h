@@ -15,11 +15,14 @@ struct Ring {
   uint32_t full;    // [kStages] barriers: one arrival a producer (with kTokenScales: and its lanes), then bytes
   uint32_t empty;   // [kStages]: one arrival a consumer warp
   uint32_t query;   // [2]: a query buffer is free again; one arrival a consumer warp
+  uint32_t share;   // a producer has found the share
+  uint32_t ended;   // a consumer has seen the kernel ahead end
 
   template <class Traits>
   __device__ __forceinline__ static Ring at(uint32_t base) {
     const uint32_t full = base + Traits::kBarrierOffset;
-    return {base, full, full + Traits::kStages * 8, full + Traits::kStages * 16};
+    const uint32_t empty = full + Traits::kStages * 8, query = empty + Traits::kStages * 8;
+    return {base, full, empty, query, query + 16, query + 24};
   }
   // Of K (`tensor` 0) or V (1): [kHeads, kTileTokens] floats.
   template <class Traits>
@@ -34,6 +37,8 @@ struct Ring {
     }
     ptx::mbarrier_init(query, Traits::kWarps);
     ptx::mbarrier_init(query + 8, Traits::kWarps);
+    ptx::mbarrier_init(share, 1);
+    ptx::mbarrier_init(ended, 1);
     ptx::mbarrier_init_fence();
   }
 };
@@ -110,13 +115,6 @@ __device__ __forceinline__ void load_scales(const ScaleView& scale, int box_shif
   ptx::cp_async_mbarrier_arrive(barrier);
 }
 
-// All warps, once: the barriers are initialised and the share is found.  Producers and consumers come from different
-// places in the code, which __syncthreads does not allow.
-template <class Traits>
-__device__ __forceinline__ void meet_all() {
-  ptx::named_barrier_sync(2 + Traits::kHeads * Traits::kRowGroups, Traits::kThreads);  // the consumers have those below
-}
-
 // `tensor` 0: K and the query rows, 1: V.  `share`: in shared memory, written here.  `early`: lengths and table may be
 // read before the kernel ahead has ended.
 template <class Traits>
@@ -131,15 +129,18 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
   const uint64_t policy = ptx::l2_evict_first();  // every byte is read once
   if (!early) ptx::pdl_wait();
   Walk<Traits> w = make_walk<Traits>(a);
-  if (tensor == 0 && lane == 0) share = w;
+  if (tensor == 0 && lane == 0) {
+    share = w;
+    ptx::mbarrier_arrive(ring.share);
+  }
   w.advance(a, my_stage);
   Box now = look_up(a, w, my_box, my_stage == 0);
   Box next;
   const int ring_full = min(Traits::kStages, stages_per_batch) - 1;  // when there is time to look ahead
-  // L2 is coherent: what the kernel ahead still writes to these blocks is seen by the loads below.
-  if (early && now.present && my_stage < Traits::kStages)
+  // L2 is coherent: what the kernel ahead still writes to these blocks is seen by the loads below.  Prefetches queue
+  // ahead of the loads: half a ring of them, and none once the kernel ahead has ended.
+  if (early && now.present && my_stage < Traits::kStages / 2 && !ptx::mbarrier_test(ring.ended, 0))
     ptx::tensor_prefetch_5d(map, 0, coordinate(now), 0, now.head_group * Traits::kHeads, now.page);
-  meet_all<Traits>();
   Cursor stage, query;
   for (bool more = true; more;) {
 #pragma unroll 1

@@ -1,6 +1,6 @@
-// The math of one warp on its 16 tokens of a stage.  Operands are swapped: S^T = K Q^T has tokens on M and query rows
-// on N = 8, so a group of 4 wastes half an mma instead of three quarters; O^T = V^T P^T has the head dimension on M.
-// Every warp keeps a maximum and a sum of its own; warps meet once a piece.
+// The math of one warp on its tokens of a stage, 16 or twice 16.  Operands are swapped: S^T = K Q^T has tokens on M and
+// query rows on N = 8, so a group of 4 wastes half an mma instead of three quarters; O^T = V^T P^T has the head
+// dimension on M. Every warp keeps a maximum and a sum of its own; warps meet once a piece.
 //
 // 8-bit caches: both products run in fp16, where every 8-bit value is exact; scales are folded into the softmax and the
 // output.  A value scale per token goes into P, after its sum was taken, in units of the largest that the warp has met,
@@ -48,7 +48,7 @@ template <class Traits>
 struct LaneMap {
   uint32_t key, value;  // row and swizzled 16-byte piece of ldmatrix, for the first 32 bytes of a row
   uint32_t query[Traits::kRowTiles];
-  uint32_t chunk_stride;
+  uint32_t chunk_stride, tile_stride;  // of chunks, and of 16 tokens
 
   __device__ __forceinline__ static uint32_t piece(uint32_t row, uint32_t column) {  // TMA's swizzle
     if (Traits::kDense) return column * 16;                                          // see step
@@ -67,6 +67,7 @@ struct LaneMap {
     key = row_offset(a, head, first_token + key_row) + piece(key_row, lane >> 4);
     value = Traits::kTensorBytes + row_offset(a, head, first_token + value_row) + piece(value_row, lane >> 3 & 1);
     chunk_stride = Traits::kSwizzle << a.box_shift;
+    tile_stride = 16 * (a.box_shift > 4 ? Traits::kTokenPitch : Traits::kHeads * Traits::kRowBytes);
   }
   // Rows past the last repeat it, so that nothing uninitialised is computed with.
   __device__ __forceinline__ void set_rows(int head, int first_row, int rows) {
@@ -188,8 +189,8 @@ __device__ __forceinline__ void finish_scores(const DecodeArgs& a, float (&c)[Tr
   }
 }
 
-// Adds 16 tokens, from `first_token` on, to the state.  `stage`: address of the ring's stage; `scales`: of the scales
-// of its keys; `q`: fragments of all queries if they fit the registers, else `query_buffer` is read again.
+// Adds the tokens of a warp, from `first_token` on, to the state.  `stage`: address of the ring's stage; `scales`: of
+// the scales of its keys; `q`: fragments of all queries if they fit the registers, else `query_buffer` is read again.
 template <class Traits>
 __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>& x, const LaneMap<Traits>& lanes,
                                        uint32_t stage, uint32_t scales, uint32_t query_buffer,
@@ -197,43 +198,33 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
                                        const RowMap& rows, int first_row, int first_token, const Visibility& see) {
   using Math = typename Traits::Math;
   using Cache = typename Traits::Cache;
-  constexpr int kRowTiles = Traits::kRowTiles, kDim = Traits::kHeadDim;
-  constexpr int kChains = kRowTiles == 1 ? 2 : 1;  // independent sums, so that an mma need not wait for the one before
-  const uint32_t key = stage + lanes.key, value = stage + lanes.value;
+  constexpr int kRowTiles = Traits::kRowTiles, kDim = Traits::kHeadDim, kTokenTiles = Traits::kTokenTiles;
+  // Independent sums, so that an mma need not wait for the one before.
+  constexpr int kChains = kRowTiles * kTokenTiles == 1 ? 2 : 1;
 
   // Tokens of this tile that are keys of the sequence; the others may hold NaN.
   const int begin = see.first_key - first_token, end = see.len - first_token;
-  const bool whole_tile = begin <= 0 && end >= 16;
+  const bool whole_tile = begin <= 0 && end >= 16 * kTokenTiles;
   const int g = threadIdx.x % 32 / 4;
-  float scale_log2[2] = {a.p.scale * kLog2e, a.p.scale * kLog2e};  // of the scores of tokens g and g + 8
-  float weight[2] = {};                                            // kTokenScales: of their values
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    if constexpr (Traits::kTokenScales) {
-      const int token = g + h * 8;
-      scale_log2[h] *= ptx::load_shared(scales + token * 4);
-      weight[h] = ptx::load_shared(scales + Traits::kScaleBytes + token * 4) * x.inverse_unit;
-      if (!whole_tile && (token < begin || token >= end)) weight[h] = 0.f;
-    } else if constexpr (Traits::kQuantized) {
-      scale_log2[h] *= key_scale;
-    }
-  }
-
-  float c[kRowTiles][4] = {}, c1[kRowTiles][4] = {};
+  float c[kTokenTiles][kRowTiles][4] = {}, c1[4] = {};
 #pragma unroll
   for (int i = 0; i < Traits::kQuerySteps; i++) {
     const bool whole = kDim % 32 == 0 || i < kDim / 32;  // else 16 columns are left
-    uint32_t a0[4], a1[4];
-    if constexpr (Traits::kQuantized) {
-      uint32_t r[4];
-      ptx::ldmatrix_x4(r, lanes.step(key, i));
-      a0[0] = widen<Cache, 0, 1>(r[0]), a0[1] = widen<Cache, 0, 1>(r[1]);
-      a0[2] = widen<Cache, 2, 3>(r[0]), a0[3] = widen<Cache, 2, 3>(r[1]);
-      a1[0] = widen<Cache, 0, 1>(r[2]), a1[1] = widen<Cache, 0, 1>(r[3]);
-      a1[2] = widen<Cache, 2, 3>(r[2]), a1[3] = widen<Cache, 2, 3>(r[3]);
-    } else {
-      ptx::ldmatrix_x4(a0, lanes.step(key, 2 * i));
-      if (whole) ptx::ldmatrix_x4(a1, lanes.step(key, 2 * i + 1));
+    uint32_t a0[kTokenTiles][4], a1[kTokenTiles][4];
+#pragma unroll
+    for (int u = 0; u < kTokenTiles; u++) {
+      const uint32_t key = stage + lanes.key + u * lanes.tile_stride;
+      if constexpr (Traits::kQuantized) {
+        uint32_t r[4];
+        ptx::ldmatrix_x4(r, lanes.step(key, i));
+        a0[u][0] = widen<Cache, 0, 1>(r[0]), a0[u][1] = widen<Cache, 0, 1>(r[1]);
+        a0[u][2] = widen<Cache, 2, 3>(r[0]), a0[u][3] = widen<Cache, 2, 3>(r[1]);
+        a1[u][0] = widen<Cache, 0, 1>(r[2]), a1[u][1] = widen<Cache, 0, 1>(r[3]);
+        a1[u][2] = widen<Cache, 2, 3>(r[2]), a1[u][3] = widen<Cache, 2, 3>(r[3]);
+      } else {
+        ptx::ldmatrix_x4(a0[u], lanes.step(key, 2 * i));
+        if (whole) ptx::ldmatrix_x4(a1[u], lanes.step(key, 2 * i + 1));
+      }
     }
 #pragma unroll
     for (int j = 0; j < kRowTiles; j++) {
@@ -244,34 +235,58 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
       } else {
         load_query_fragment<Traits>(a, b, query_buffer + lanes.query[j], i);
       }
-      ptx::mma_m16n8k16<Math>(c[j], a0, b[0], b[1]);
-      if (whole) ptx::mma_m16n8k16<Math>(kChains == 2 ? c1[j] : c[j], a1, b[2], b[3]);
+#pragma unroll
+      for (int u = 0; u < kTokenTiles; u++) {
+        ptx::mma_m16n8k16<Math>(c[u][j], a0[u], b[0], b[1]);
+        if (whole) ptx::mma_m16n8k16<Math>(kChains == 2 ? c1 : c[u][j], a1[u], b[2], b[3]);
+      }
     }
   }
   if constexpr (kChains == 2) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) c[0][i] += c1[0][i];
+    for (int i = 0; i < 4; i++) c[0][0][i] += c1[i];
   }
-  finish_scores<Traits>(a, c, scale_log2, rows, first_row, first_token, see);
+  float weight[kTokenTiles][2] = {};  // kTokenScales: of the values of tokens g and g + 8
+  float largest_weight = 1.f;
+#pragma unroll
+  for (int u = 0; u < kTokenTiles; u++) {
+    float scale_log2[2] = {a.p.scale * kLog2e, a.p.scale * kLog2e};  // of their scores
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if constexpr (Traits::kTokenScales) {
+        const int token = u * 16 + g + h * 8;
+        scale_log2[h] *= ptx::load_shared(scales + token * 4);
+        weight[u][h] = ptx::load_shared(scales + Traits::kScaleBytes + token * 4) * x.inverse_unit;
+        if (!whole_tile && (token < begin || token >= end)) weight[u][h] = 0.f;
+        largest_weight = fmaxf(largest_weight, fabsf(weight[u][h]));
+      } else if constexpr (Traits::kQuantized) {
+        scale_log2[h] *= key_scale;
+      }
+    }
+    finish_scores<Traits>(a, c[u], scale_log2, rows, first_row, first_token + u * 16, see);
+  }
 
   // Rescale only where some maximum of the warp grows.
-  bool grows = Traits::kTokenScales && fmaxf(fabsf(weight[0]), fabsf(weight[1])) > 1.f;
+  bool grows = largest_weight > 1.f;
   float m[kRowTiles][2];
 #pragma unroll
   for (int j = 0; j < kRowTiles; j++)
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      m[j][e] = fmaxf(c[j][e], c[j][e + 2]);
+      m[j][e] = fmaxf(c[0][j][e], c[0][j][e + 2]);
+#pragma unroll
+      for (int u = 1; u < kTokenTiles; u++) m[j][e] = fmaxf(m[j][e], fmaxf(c[u][j][e], c[u][j][e + 2]));
       grows |= m[j][e] > x.max[j][e];
     }
   if (__any_sync(~0u, grows)) {
     float unit_change = 1.f;
     if constexpr (Traits::kTokenScales) {
-      float y = fmaxf(1.f, fmaxf(fabsf(weight[0]), fabsf(weight[1])));
 #pragma unroll
-      for (int d = 4; d < 32; d *= 2) y = fmaxf(y, __shfl_xor_sync(~0u, y, d));
-      unit_change = __fdividef(1.f, y);
-      weight[0] *= unit_change, weight[1] *= unit_change, x.inverse_unit *= unit_change;
+      for (int d = 4; d < 32; d *= 2) largest_weight = fmaxf(largest_weight, __shfl_xor_sync(~0u, largest_weight, d));
+      unit_change = __fdividef(1.f, largest_weight);
+      x.inverse_unit *= unit_change;
+#pragma unroll
+      for (int u = 0; u < kTokenTiles; u++) weight[u][0] *= unit_change, weight[u][1] *= unit_change;
     }
 #pragma unroll
     for (int j = 0; j < kRowTiles; j++)
@@ -287,57 +302,60 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
       }
   }
   // P^T as the B operand; its sum over the tokens comes from one more mma, with ones for V.
-  uint32_t p[kRowTiles][2];
+  uint32_t p[kTokenTiles][kRowTiles][2];
   const uint32_t one = ptx::pack<Math>(1.f, 1.f);
   const uint32_t ones[4] = {one, one, one, one};
 #pragma unroll
-  for (int j = 0; j < kRowTiles; j++) {
+  for (int u = 0; u < kTokenTiles; u++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) c[j][i] = ptx::exp2(c[j][i] - x.max[j][i & 1]);
-    if constexpr (Traits::kTokenScales) {
-      x.sum[j][0] += c[j][0] + c[j][2], x.sum[j][1] += c[j][1] + c[j][3];
+    for (int j = 0; j < kRowTiles; j++) {
+      float (&s)[4] = c[u][j];
 #pragma unroll
-      for (int i = 0; i < 4; i++) c[j][i] *= weight[i / 2];
+      for (int i = 0; i < 4; i++) s[i] = ptx::exp2(s[i] - x.max[j][i & 1]);
+      if constexpr (Traits::kTokenScales) {
+        x.sum[j][0] += s[0] + s[2], x.sum[j][1] += s[1] + s[3];
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[i] *= weight[u][i / 2];
+      }
+      p[u][j][0] = ptx::movmatrix_trans(ptx::pack<Math>(s[0], s[1]));
+      p[u][j][1] = ptx::movmatrix_trans(ptx::pack<Math>(s[2], s[3]));
+      if constexpr (!Traits::kTokenScales) ptx::mma_m16n8k16<Math>(x.sum[j], ones, p[u][j][0], p[u][j][1]);
     }
-    p[j][0] = ptx::movmatrix_trans(ptx::pack<Math>(c[j][0], c[j][1]));
-    p[j][1] = ptx::movmatrix_trans(ptx::pack<Math>(c[j][2], c[j][3]));
-    if constexpr (!Traits::kTokenScales) ptx::mma_m16n8k16<Math>(x.sum[j], ones, p[j][0], p[j][1]);
-  }
 
   // V rows that are no key of the sequence may hold NaN, and 0 * NaN is NaN: clear them.
-  const auto add_values = [&](bool clear, uint32_t low, uint32_t high) {
+  const auto add_values = [&](bool clear) {
 #pragma unroll
-    for (int i = 0; i < Traits::kRowBytes / 32; i++) {
-      uint32_t r[4];
-      ptx::ldmatrix_x4_trans(r, lanes.step(value, i));
-      if (clear) r[0] &= low, r[1] &= low, r[2] &= high, r[3] &= high;
-      if constexpr (Traits::kQuantized) {
-        uint32_t a0[4], a1[4];
+    for (int u = 0; u < kTokenTiles; u++) {
+      const int k = u * 16 + threadIdx.x % 4 * 2;
+      const auto keep = [&](int i) {
+        return (i >= begin && i < end ? 0x0000ffffu : 0u) | (i + 1 >= begin && i + 1 < end ? 0xffff0000u : 0u);
+      };
+      const uint32_t low = clear ? keep(k) : 0, high = clear ? keep(k + 8) : 0;
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-          widen_columns<Cache>(r[2 * k], a0[2 * k], a0[2 * k + 1]);
-          widen_columns<Cache>(r[2 * k + 1], a1[2 * k], a1[2 * k + 1]);
+      for (int i = 0; i < Traits::kRowBytes / 32; i++) {
+        uint32_t r[4];
+        ptx::ldmatrix_x4_trans(r, lanes.step(stage + lanes.value + u * lanes.tile_stride, i));
+        if (clear) r[0] &= low, r[1] &= low, r[2] &= high, r[3] &= high;
+        if constexpr (Traits::kQuantized) {
+          uint32_t a0[4], a1[4];
+#pragma unroll
+          for (int k = 0; k < 2; k++) {
+            widen_columns<Cache>(r[2 * k], a0[2 * k], a0[2 * k + 1]);
+            widen_columns<Cache>(r[2 * k + 1], a1[2 * k], a1[2 * k + 1]);
+          }
+#pragma unroll
+          for (int j = 0; j < kRowTiles; j++) {
+            ptx::mma_m16n8k16<Math>(x.o[j][2 * i], a0, p[u][j][0], p[u][j][1]);
+            ptx::mma_m16n8k16<Math>(x.o[j][2 * i + 1], a1, p[u][j][0], p[u][j][1]);
+          }
+        } else {
+#pragma unroll
+          for (int j = 0; j < kRowTiles; j++) ptx::mma_m16n8k16<Math>(x.o[j][i], r, p[u][j][0], p[u][j][1]);
         }
-#pragma unroll
-        for (int j = 0; j < kRowTiles; j++) {
-          ptx::mma_m16n8k16<Math>(x.o[j][2 * i], a0, p[j][0], p[j][1]);
-          ptx::mma_m16n8k16<Math>(x.o[j][2 * i + 1], a1, p[j][0], p[j][1]);
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < kRowTiles; j++) ptx::mma_m16n8k16<Math>(x.o[j][i], r, p[j][0], p[j][1]);
       }
     }
   };
-  if (whole_tile) {
-    add_values(false, 0, 0);
-  } else {
-    const int k = threadIdx.x % 4 * 2;
-    const auto keep = [&](int i) {
-      return (i >= begin && i < end ? 0x0000ffffu : 0u) | (i + 1 >= begin && i + 1 < end ? 0xffff0000u : 0u);
-    };
-    add_values(true, keep(k), keep(k + 8));
-  }
+  whole_tile ? add_values(false) : add_values(true);
 }
 
 }  // namespace paged_attn::sm90

@@ -57,9 +57,9 @@ struct DecodeTraits {
   static constexpr int kTokenPitch = kDense ? kRowBytes : kSwizzle;
   static_assert(kDense || kRowBytes % kSwizzle == 0);
 
-  // A warp owns 16 tokens of one head in a stage, for kWarpRows query rows: as many as let its output stay in 64
-  // registers.  There are 4 or 8 warps; 8 where the math of 4, or their merge of the rows at the end of a piece, would
-  // show: for short rows, 8-bit caches, more than 8 query rows.
+  // A warp owns kTokenTiles x 16 tokens of one head in a stage, for kWarpRows query rows: as many as let its output
+  // stay in 64 registers.  There are 4 or 8 warps; 8 where the math of 4, or their merge of the rows at the end of a
+  // piece, would show: for short rows, 8-bit caches, more than 8 query rows.
   static constexpr int kMostWarpRows = kHeadDim <= 128 ? 16 : 8;
   static constexpr int kWarpRows = kRows < kMostWarpRows ? kRows : kMostWarpRows;
   static constexpr int kRowTiles = kWarpRows / 8;
@@ -69,7 +69,9 @@ struct DecodeTraits {
   static constexpr int kWarps = kHeads * kSlices * kRowGroups;
   static constexpr int kProducers = 2;  // warps: one for K, one for V; a TMA instruction takes its time to issue
   static constexpr int kThreads = 32 * (kWarps + kProducers);
-  static constexpr int kTileTokens = 16 * kSlices;
+  // Two where the math of an 8-bit cache decides: twice as many instructions that need not wait for each other.
+  static constexpr int kTokenTiles = kQuantized && kRows >= 32 && kHeadDim < 256 ? 2 : 1;
+  static constexpr int kTileTokens = 16 * kTokenTiles * kSlices;
   // Rows that a warp finishes together at the end of a piece, kSlices apart.
   static constexpr int kEndRows = kRows == 8 ? 1 : kWarpRows / kSlices < 4 ? kWarpRows / kSlices : 4;
   static constexpr bool kQueryInRegisters = kHeadDim * kWarpRows <= (kWarps == 4 ? 2048 : 1024);
@@ -95,7 +97,7 @@ struct DecodeTraits {
   static constexpr int kSumOffset = kQueryOffset + 2 * kQueryBytes;
   static constexpr int kStatsOffset = kSumOffset + kSumBytes;
   static constexpr int kBarrierOffset = kStatsOffset + kStatsBytes;
-  static constexpr int kShareOffset = kBarrierOffset + (2 * kStages + 2) * 8;
+  static constexpr int kShareOffset = kBarrierOffset + (2 * kStages + 4) * 8;
   static constexpr int kShareBytes = 64;  // Walk
   static constexpr int kMemoOffset = kShareOffset + kShareBytes;
   static constexpr int kMemoBytes = 128;  // a warp: Consumer::Memo
