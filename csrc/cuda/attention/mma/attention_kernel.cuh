@@ -38,6 +38,7 @@ struct CtaState {
     views[which] = {static_cast<const unsigned char*>(p.key_cache) + piece.head * args.key_bytes.head,
                     static_cast<const unsigned char*>(p.value_cache) + piece.head * args.value_bytes.head,
                     p.block_table + piece.entry.seq * p.block_table_stride,
+                    max(0, piece.span.key_end - 1),
                     piece.tile_begin,
                     piece.tile_end,
                     (piece.span.full_begin + C::kKeys - 1) / C::kKeys,
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
   Loader<C> loader(args, smem);
   using Rows = std::conditional_t<C::kTensorCores, MmaRows<C>, FmaRows<C>>;
 
-  typename Loader<C>::Blocks blocks;  // of the next tile to load, where it is plain
+  typename Loader<C>::Blocks blocks;  // of the next tile to load
   // Begins to load a piece.  Of the stages, all but the last may be written from here on.
   auto start = [&](int which) {
     const Piece& piece = state.pieces[which];
@@ -76,18 +77,18 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     typename Loader<C>::Blocks found[C::kMaxStages];
 #pragma unroll
     for (int stage = 0; stage < C::kMaxStages; ++stage)
-      if (stage < ahead && view.plain(begin + stage)) found[stage] = loader.find_blocks(view, begin + stage);
+      if (stage < ahead && begin + stage < view.tile_end) found[stage] = loader.find_blocks(view, begin + stage);
     loader.load_query(piece);
 #pragma unroll
     for (int stage = 0; stage < C::kMaxStages; ++stage) {
       if (stage >= ahead) break;
       if (view.plain(begin + stage))
-        loader.load_plain_tile(view, piece.head, stage, begin + stage, found[stage]);
+        loader.load_plain_tile(view, piece, stage, begin + stage, found[stage]);
       else if (begin + stage < view.tile_end)
-        loader.load_any_tile(view, piece, stage, begin + stage);
+        loader.load_any_tile(view, piece, stage, begin + stage, found[stage]);
       ptx::cp_async_commit();
     }
-    if (view.plain(begin + ahead)) blocks = loader.find_blocks(view, begin + ahead);
+    if (begin + ahead < view.tile_end) blocks = loader.find_blocks(view, begin + ahead);
   };
 
   Plan plan = args.plan;
@@ -119,7 +120,6 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     Rows rows;
     rows.begin(piece);
     const ScoreRule& rule = state.rules[which];
-    const bool modified = rule.modified;
     int stage = 0, tile = piece.tile_begin;
     PieceView view;
 #pragma unroll 1
@@ -133,14 +133,14 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
         __syncthreads();
       const int next = tile + ahead, next_stage = stage == 0 ? ahead : stage - 1;
       if (view.plain(next))
-        loader.load_plain_tile(view, piece.head, next_stage, next, blocks);
+        loader.load_plain_tile(view, piece, next_stage, next, blocks);
       else if (next < view.tile_end)
-        loader.load_any_tile(view, piece, next_stage, next);
+        loader.load_any_tile(view, piece, next_stage, next, blocks);
       ptx::cp_async_commit();
-      if (view.plain(next + 1)) blocks = loader.find_blocks(view, next + 1);
+      if (next + 1 < view.tile_end) blocks = loader.find_blocks(view, next + 1);
       if (thread == 0 && tile == view.tile_begin) state.advance(args, which ^ 1);
       if constexpr (C::kQuantized && C::kTensorCores) loader.convert_tile(stage);
-      rows.add_tile(args, piece, rule, loader, stage, tile, view.plain(tile) && !modified);
+      rows.add_tile(args, piece, rule, loader, stage, tile, view.plain(tile) && !rule.modified);
       stage = stage == ahead ? 0 : stage + 1;
     } while (++tile < view.tile_end);
     __syncthreads();

@@ -22,7 +22,8 @@ struct KernelArgs {
   int stages;       // of the ring that K and V arrive in, at least 2
   int query_bytes;  // a copy: 16 where every row starts at a multiple of 16 bytes, else 8, else 1 (element by element)
   int cache_bytes;  // the same for K and V
-  bool plain_copies;                    // whole rows by 16 bytes, and the keys of a run (Loader) share a block
+  bool plain_copies;                    // whole rows by 16 bytes
+  bool runs_share_blocks;               // the keys of a run (Loader) lie in one block
   BlockStrides key_bytes, value_bytes;  // strides of the caches
 };
 

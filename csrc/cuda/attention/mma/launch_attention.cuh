@@ -35,6 +35,11 @@ inline int copy_bytes(std::initializer_list<const void*> bases, std::initializer
   return all % 16 == 0 ? 16 : all % 8 == 0 ? 8 : 1;
 }
 
+// Whether 32 bits count the 16-byte chunks of a cache.
+inline bool counts_in_chunks(const AttentionParams& p, const BlockStrides& bytes) {
+  return (p.num_blocks * bytes.block + p.block_size * bytes.slot) / 16 <= UINT32_MAX;
+}
+
 inline KernelArgs kernel_args(const AttentionParams& p, QueryRange range) {
   KernelArgs args = {};
   args.p = p;
@@ -76,7 +81,11 @@ void launch_attention(KernelArgs args, bool splits_rows, Workspace& workspace, c
   args.stages = stages_that_fit<C>(device, ctas);
   args.min_share = C::kDecode ? 2 : 4;
   args.deals = !splits_rows;
-  args.plain_copies = args.cache_bytes == 16 && p.head_dim == C::kHeadDim && p.block_size % Loader<C>::kRunRows == 0;
+  args.runs_share_blocks = p.block_size % Loader<C>::kRunRows == 0;
+  const bool counted = counts_in_chunks(p, args.key_bytes) && counts_in_chunks(p, args.value_bytes);
+  args.plain_copies =
+      args.cache_bytes == 16 && p.head_dim == C::kHeadDim && (args.runs_share_blocks || counted);
+  if (!counted) args.cache_bytes = std::min(args.cache_bytes, 8);  // of other tiles
   // Exactly `ctas` CTAs an SM: were there room for more, a grid that starts early could double up on some SMs.
   const int smem_bytes =
       std::min(std::max(C::smem_bytes(args.stages), device.smem_per_sm / (ctas + 1)), device.smem_per_block);

@@ -27,6 +27,7 @@ __device__ __forceinline__ void copy_unaligned(unsigned char* dst, const unsigne
 struct PieceView {
   const unsigned char *keys, *values;  // of a KV head, where the blocks begin
   const int32_t* blocks;               // of the sequence
+  int last_key;                        // that the piece's rows see
   int tile_begin, tile_end;
   int plain_begin, plain_end;  // tiles that every row sees whole, and that are copied without conditions
 
@@ -35,8 +36,7 @@ struct PieceView {
 
 // Moves the keys and values of pieces; attention_kernel says who calls what when, and where the barriers stand.
 //
-// A thread copies one 16-byte chunk of a key, and of its value, for each key of its runs.  In a plain tile (see
-// PieceView) the keys of a run lie in one block.
+// A thread copies one 16-byte chunk of a key, and of its value, for each key of its runs.
 template <class C>
 class Loader {
  public:
@@ -49,9 +49,9 @@ class Loader {
   static constexpr int kRowChunks = C::kCacheRowBytes / 16, kRunsAtOnce = kCopyThreads / kRowChunks;
   static constexpr int kThreadRows = kCopyRows / kRunsAtOnce;
   static constexpr int kRunRows = kThreadRows < 8 ? kThreadRows : 8, kRuns = kThreadRows / kRunRows;
-  static_assert(!C::kQuantized || kRunRows <= kRowChunks);
+  static_assert(kRunRows <= kRowChunks);
 
-  // The blocks of this thread's runs in a plain tile.
+  // Of each of this thread's runs, the block of key threadIdx.x % kRunRows: the threads of a run know them all.
   struct Blocks {
     int of_run[kRuns];
   };
@@ -59,40 +59,25 @@ class Loader {
     Blocks blocks;
 #pragma unroll
     for (int run = 0; run < kRuns; ++run)
-      blocks.of_run[run] = __ldg(view.blocks + args_.block.quotient(tile * C::kKeys + row_of(run * kRunRows)));
+      blocks.of_run[run] = __ldg(view.blocks + args_.block.quotient(min(tile * C::kKeys + own_row(run), view.last_key)));
     return blocks;
   }
 
-  __device__ void load_plain_tile(const PieceView& view, int head, int stage, int tile, const Blocks& blocks) const {
-#pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
-      const int row0 = row_of(run * kRunRows), slot = slot_of(tile * C::kKeys + row0), block = blocks.of_run[run];
-      const unsigned char* key = view.keys + chunk() * 16 + block * args_.key_bytes.block + slot * args_.key_bytes.slot;
-      const unsigned char* value =
-          view.values + chunk() * 16 + block * args_.value_bytes.block + slot * args_.value_bytes.slot;
-      const uint32_t to0 = ptx::smem_address(place(stage, row0));
-#pragma unroll
-      for (int i = 0; i < kRunRows; ++i) {
-        const uint32_t to = (to0 ^ (C::kTensorCores && !C::kQuantized ? i << 4 : 0)) + i * C::kCacheRowBytes;
-        ptx::cp_async_16(to, key);
-        ptx::cp_async_16(to + C::kStageBytes / 2, value);
-        key += args_.key_bytes.slot;
-        value += args_.value_bytes.slot;
-      }
-      if (C::kQuantized && chunk() < kRunRows) load_scales(head, stage, row0 + chunk(), true, block, slot + chunk());
-    }
+  __device__ void load_plain_tile(const PieceView& view, const Piece& piece, int stage, int tile,
+                                  const Blocks& blocks) const {
+    if (args_.runs_share_blocks)
+      load_runs(view, piece, stage, tile, blocks);
+    else
+      load_keys<false>(view, piece, stage, tile, blocks);
   }
 
   // The same for any tile: keys outside the piece's span become 0.
-  __device__ void load_any_tile(const PieceView& view, const Piece& piece, int stage, int tile) const {
+  __device__ void load_any_tile(const PieceView& view, const Piece& piece, int stage, int tile,
+                                const Blocks& blocks) const {
     if (args_.cache_bytes == 16)
-      load_rows<kRunRows>(view, piece, stage, tile, [](unsigned char* dst, const unsigned char* src, int bytes) {
-        ptx::cp_async_16(ptx::smem_address(dst), src, bytes);
-      });
+      load_keys<true>(view, piece, stage, tile, blocks);
     else
-      load_rows<1>(view, piece, stage, tile, [this](unsigned char* dst, const unsigned char* src, int bytes) {
-        copy_unaligned<C::kCacheElementBytes>(dst, src, bytes, args_.cache_bytes);
-      });
+      load_unaligned_keys(view, piece, stage, tile, blocks);
   }
 
   // The query rows of the piece's tile; rows behind the last are 0.
@@ -175,6 +160,8 @@ class Loader {
     const int warp_row = kWarpLoadsItsKeys ? threadIdx.x / 32 * C::kWarpKeys : 0;
     return warp_row + (i / kRunRows * kRunsAtOnce + threadIdx.x % kCopyThreads / kRowChunks) * kRunRows + i % kRunRows;
   }
+  // Of a run, the key whose block this thread has.
+  __device__ static int own_row(int run) { return row_of(run * kRunRows + threadIdx.x % kRunRows); }
   __device__ int slot_of(int key) const { return key - args_.block.quotient(key) * args_.block.value; }
 
   // Of this thread's chunk of a key; its value lies kStageBytes / 2 behind.
@@ -182,30 +169,87 @@ class Loader {
     return stage_data(stage) + (C::kQuantized ? row * C::kCacheRowBytes + chunk() * 16 : chunk_place<C>(row, chunk()));
   }
 
-  // kBatch rows' blocks are read before the first copy, so that they arrive together.
-  template <int kBatch, class Copy>
-  __device__ void load_rows(const PieceView& view, const Piece& piece, int stage, int tile, Copy copy) const {
+  // A plain tile.  The keys of a run lie in one block.
+  __device__ __forceinline__ void load_runs(const PieceView& view, const Piece& piece, int stage, int tile,
+                                            const Blocks& blocks) const {
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      const int row0 = row_of(run * kRunRows), slot = slot_of(tile * C::kKeys + row0), block = blocks.of_run[run];
+      const unsigned char* key = view.keys + chunk() * 16 + block * args_.key_bytes.block + slot * args_.key_bytes.slot;
+      const unsigned char* value =
+          view.values + chunk() * 16 + block * args_.value_bytes.block + slot * args_.value_bytes.slot;
+      const uint32_t to0 = ptx::smem_address(place(stage, row0));
+#pragma unroll
+      for (int i = 0; i < kRunRows; ++i) {
+        const uint32_t to = place_after(to0, i);
+        ptx::cp_async_16(to, key);
+        ptx::cp_async_16(to + C::kStageBytes / 2, value);
+        key += args_.key_bytes.slot;
+        value += args_.value_bytes.slot;
+      }
+      if (C::kQuantized && chunk() < kRunRows)
+        load_scales(piece.head, stage, row0 + chunk(), true, block, slot + chunk());
+    }
+  }
+
+  // The keys of a run lie anywhere: a thread works out where one of them lies, counted in chunks, and hears of the
+  // others from its neighbours.  kPartial: some keys may not be seen, and p.head_dim may be less than kHeadDim.
+  template <bool kPartial>
+  __device__ __forceinline__ void load_keys(const PieceView& view, const Piece& piece, int stage, int tile,
+                                            const Blocks& blocks) const {
+    constexpr uint32_t kUnseen = ~0u;
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      const int own = own_row(run), key = tile * C::kKeys + own, slot = slot_of(key), block = blocks.of_run[run];
+      const bool own_seen = !kPartial || key >= piece.span.key_begin && key < piece.span.key_end;
+      uint32_t own_key = (block * args_.key_bytes.block + slot * args_.key_bytes.slot) / 16;
+      uint32_t own_value = (block * args_.value_bytes.block + slot * args_.value_bytes.slot) / 16;
+      if (!own_seen) own_key = kUnseen;
+      const uint32_t to0 = ptx::smem_address(place(stage, row_of(run * kRunRows)));
+#pragma unroll
+      for (int i = 0; i < kRunRows; ++i) {
+        const uint32_t to = place_after(to0, i);
+        const uint32_t chunks = __shfl_sync(~0u, own_key, i, kRunRows), value_chunks = __shfl_sync(~0u, own_value, i, kRunRows);
+        const unsigned char* from_key = view.keys + (uint64_t{chunks} + chunk()) * 16;
+        const unsigned char* from_value = view.values + (uint64_t{value_chunks} + chunk()) * 16;
+        if constexpr (kPartial) {
+          const bool read = chunks != kUnseen && chunk() * 16 < args_.p.head_dim * C::kCacheElementBytes;
+          ptx::cp_async_16_or_zero(to, from_key, read);
+          ptx::cp_async_16_or_zero(to + C::kStageBytes / 2, from_value, read);
+        } else {
+          ptx::cp_async_16(to, from_key);
+          ptx::cp_async_16(to + C::kStageBytes / 2, from_value);
+        }
+      }
+      if (C::kQuantized && chunk() < kRunRows) load_scales(piece.head, stage, own, own_seen, block, slot);
+    }
+  }
+  // Of the row `i` behind one that is a multiple of kRunRows and whose place is `to0`.
+  __device__ __forceinline__ static uint32_t place_after(uint32_t to0, int i) {
+    return (to0 ^ (C::kTensorCores && !C::kQuantized ? i << 4 : 0)) + i * C::kCacheRowBytes;
+  }
+
+  __device__ void load_unaligned_keys(const PieceView& view, const Piece& piece, int stage, int tile,
+                                      const Blocks& blocks) const {
     const int there =
         min(16, args_.p.head_dim * C::kCacheElementBytes - chunk() * 16);  // the rest of kHeadDim becomes 0
     const KeySpan& span = piece.span;
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
 #pragma unroll 1
-    for (int row0 = 0; row0 < kThreadRows; row0 += kBatch) {
-      int blocks[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int key = max(0, min(tile * C::kKeys + row_of(row0 + i), span.key_end - 1));
-        blocks[i] = __ldg(view.blocks + args_.block.quotient(key));
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int row = row_of(row0 + i), key = tile * C::kKeys + row, slot = slot_of(key), block = blocks[i];
+      for (int i = 0; i < kRunRows; ++i) {
+        const int row = row_of(run * kRunRows + i), key = tile * C::kKeys + row, slot = slot_of(key);
+        const int block = __shfl_sync(~0u, blocks.of_run[run], i, kRunRows);
         const bool seen = key >= span.key_begin && key < span.key_end, read = seen && there > 0;
         const int64_t from_key = block * args_.key_bytes.block + slot * args_.key_bytes.slot;
         const int64_t from_value = block * args_.value_bytes.block + slot * args_.value_bytes.slot;
         unsigned char* to = place(stage, row);
-        copy(to, read ? view.keys + chunk() * 16 + from_key : nowhere(), read ? there : 0);
-        copy(to + C::kStageBytes / 2, read ? view.values + chunk() * 16 + from_value : nowhere(), read ? there : 0);
-        if (C::kQuantized && chunk() == (row0 + i) % kRunRows) load_scales(piece.head, stage, row, seen, block, slot);
+        auto copy = [&](unsigned char* dst, const unsigned char* src) {
+          copy_unaligned<C::kCacheElementBytes>(dst, read ? src : nowhere(), read ? there : 0, args_.cache_bytes);
+        };
+        copy(to, view.keys + chunk() * 16 + from_key);
+        copy(to + C::kStageBytes / 2, view.values + chunk() * 16 + from_value);
+        if (C::kQuantized && chunk() == i) load_scales(piece.head, stage, row, seen, block, slot);
       }
     }
   }

@@ -12,8 +12,7 @@ namespace paged_attn::mma {
 template <class C>
 class MmaRows {
  public:
-  __device__ void begin(const Piece& piece) {
-    active_ = C::kDecode || static_cast<int>(threadIdx.x) / 32 * C::kWarpRows < piece.num_rows;
+  __device__ void begin(const Piece&) {
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
@@ -30,7 +29,7 @@ class MmaRows {
     const AttentionParams& p = args.p;
     const int warp = threadIdx.x / 32;
     const int row0 = C::kDecode ? 0 : warp * C::kWarpRows, key0 = C::kDecode ? warp * C::kWarpKeys : 0;
-    if (!active_) return;
+    if (!C::kDecode && row0 >= piece.num_rows) return;
     const int first_key = tile * C::kKeys + key0;
     const uint32_t keys = loader.tile_address(stage) + key0 * C::kRowBytes;
     const float* scales = loader.scales(stage) + key0;
@@ -362,7 +361,6 @@ class MmaRows {
     }
   }
 
-  bool active_;  // holds rows of the piece
   float out_[C::kRowTiles][kDimTiles][4];
   float reference_[C::kRowTiles][2];  // the maximum so far, in log2 units
   float sum_[C::kRowTiles][2];        // this lane's columns alone until reduce_sum
