@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
       ptx::cp_async_commit();
       if (next + 1 < view.tile_end) blocks = loader.find_blocks(view, next + 1);
       if (thread == 0 && tile == view.tile_begin) state.advance(args, which ^ 1);
-      if constexpr (C::kQuantized && C::kTensorCores) loader.convert_tile(stage);
+      if constexpr (C::kConvertsTiles) loader.convert_tile(stage);
       rows.add_tile(args, piece, rule, loader, stage, tile, view.plain(tile) && !rule.modified);
       stage = stage == ahead ? 0 : stage + 1;
     } while (++tile < view.tile_end);

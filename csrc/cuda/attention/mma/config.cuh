@@ -42,6 +42,10 @@ struct Config {
   // Of both products.  fp16 holds every quantised element exactly, and a bf16 query row once it is scaled (load_query).
   using Operand = std::conditional_t<kQuantized && kTensorCores, __half, T>;
   static constexpr bool kScaledQuery = !std::is_same_v<T, Operand>;
+  // How quantised elements become operands: in prefill a tile is converted in shared memory, for all warps; in decode,
+  // where no two warps need the same key, on their way to the registers.
+  static constexpr bool kConvertsTiles = kQuantized && kTensorCores && !kDecode;
+  static constexpr bool kReadsBytes = kQuantized && kTensorCores && kDecode;
 
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kPrefillRowTiles = (kQuantized ? 2 : 1) * kHeadDim <= 128 ? 2 : 1;
@@ -55,8 +59,7 @@ struct Config {
   // begins at a multiple of kRowBytes, so that the chunks of a row differ in address bits 4 and up alone.
   static constexpr int kRowBytes = kHeadDim * sizeof(Operand);
   static constexpr int kTileBytes = kKeys * kRowBytes;
-  // What arrives in a stage: K, then V; quantised ones as they are: for the tensor cores they are converted into one
-  // tile pair before use.
+  // What arrives in a stage: K, then V; quantised ones as they are.  kReadsBytes: see byte_swizzle.
   static constexpr int kCacheElementBytes = kQuantized ? 1 : sizeof(T);
   static constexpr int kCacheRowBytes = kHeadDim * kCacheElementBytes;
   static constexpr int kMaxStages = kTensorCores && !kDecode ? 2 : 4;
@@ -65,7 +68,7 @@ struct Config {
   static constexpr int kCtaStateBytes = 640, kLocalPlanBytes = 4160;  // at least sizeof(CtaState), sizeof(LocalPlan)
   // Shared memory, in bytes from its start.  Quantised, behind the stages: float scales[2][kKeys] per stage.
   static constexpr int kQuery = 0;
-  static constexpr int kConverted = kQuery + kRows * kRowBytes;
+  static constexpr int kConverted = kQuery + kRows * kRowBytes;  // a tile pair, or what decoding warps exchange
   static constexpr int kQueryScales = kConverted + (kQuantized && kTensorCores ? 2 * kTileBytes : 0);  // float [kRows]
   static constexpr int kShared = kQueryScales + (kScaledQuery ? kRows * 4 : 0);                        // CtaState
   static constexpr int kStates = kShared + kCtaStateBytes;  // float2 [kWarps][kWarpRows]
@@ -77,6 +80,24 @@ struct Config {
 
 __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk, uint32_t row_bytes) {
   return row * row_bytes + ((chunk ^ (row & 7)) << 4);
+}
+
+// Rows of bytes that ldmatrix and 16-byte reads of four lanes a row both meet without bank conflicts: chunk c of row r
+// lies at place c ^ byte_swizzle(r).
+template <class C>
+__device__ __forceinline__ uint32_t byte_swizzle(uint32_t row) {
+  return (row >> 1 & 3) | (C::kCacheRowBytes > 64 ? (row & 1) << 2 : 0);
+}
+
+// Calls f with the type of a quantised cache as a constant.
+template <class F>
+__device__ __forceinline__ void for_cache_type(DType type, F f) {
+  if (type == DType::kFloat8E4M3)
+    f(std::integral_constant<DType, DType::kFloat8E4M3>());
+  else if (type == DType::kFloat8E5M2)
+    f(std::integral_constant<DType, DType::kFloat8E5M2>());
+  else
+    f(std::integral_constant<DType, DType::kInt8>());
 }
 
 // Where a chunk of a tile of Operand lies.

@@ -129,24 +129,16 @@ class Loader {
   __device__ unsigned char* query() const { return smem_ + C::kQuery; }
   __device__ float* query_scales() const { return reinterpret_cast<float*>(smem_ + C::kQueryScales); }
 
-  // Quantised: the stage's tile pair, converted and laid out for ldmatrix.  A warp that works on keys of its own
-  // converts those alone.
+  // The stage's tile pair, converted and laid out for ldmatrix.
   __device__ void convert_tile(int stage) {
-    if (args_.p.cache_dtype == DType::kFloat8E4M3)
-      convert_tile<DType::kFloat8E4M3>(stage);
-    else if (args_.p.cache_dtype == DType::kFloat8E5M2)
-      convert_tile<DType::kFloat8E5M2>(stage);
-    else
-      convert_tile<DType::kInt8>(stage);
-    if constexpr (C::kDecode)
-      __syncwarp();
-    else
-      __syncthreads();
+    for_cache_type(args_.p.cache_dtype, [&](auto type) { convert_tile<decltype(type)::value>(stage); });
+    __syncthreads();
   }
 
-  // K for ldmatrix; V follows C::kTileBytes behind.
+  // K for the tensor cores; V follows kValuesBehind behind.
+  static constexpr int kValuesBehind = C::kConvertsTiles ? C::kTileBytes : C::kStageBytes / 2;
   __device__ uint32_t tile_address(int stage) const {
-    return ptx::smem_address(C::kQuantized ? smem_ + C::kConverted : stage_data(stage));
+    return ptx::smem_address(C::kConvertsTiles ? smem_ + C::kConverted : stage_data(stage));
   }
   __device__ unsigned char* stage_data(int stage) const { return smem_ + C::kStages + stage * C::kStageBytes; }
   __device__ float* scales(int stage) const {
@@ -166,7 +158,14 @@ class Loader {
 
   // Of this thread's chunk of a key; its value lies kStageBytes / 2 behind.
   __device__ __forceinline__ unsigned char* place(int stage, int row) const {
-    return stage_data(stage) + (C::kQuantized ? row * C::kCacheRowBytes + chunk() * 16 : chunk_place<C>(row, chunk()));
+    return stage_data(stage) + row * C::kCacheRowBytes + ((chunk() ^ swizzle_of(row)) << 4);
+  }
+  __device__ __forceinline__ static int swizzle_of(int row) {
+    return !C::kTensorCores || C::kConvertsTiles ? 0 : C::kReadsBytes ? byte_swizzle<C>(row) : row & 7;
+  }
+  // Of the row `i` behind one that is a multiple of kRunRows and whose place is `to0`.
+  __device__ __forceinline__ static uint32_t place_after(uint32_t to0, int i) {
+    return (to0 ^ swizzle_of(i) << 4) + i * C::kCacheRowBytes;
   }
 
   // A plain tile.  The keys of a run lie in one block.
@@ -224,11 +223,6 @@ class Loader {
       if (C::kQuantized && chunk() < kRunRows) load_scales(piece.head, stage, own, own_seen, block, slot);
     }
   }
-  // Of the row `i` behind one that is a multiple of kRunRows and whose place is `to0`.
-  __device__ __forceinline__ static uint32_t place_after(uint32_t to0, int i) {
-    return (to0 ^ (C::kTensorCores && !C::kQuantized ? i << 4 : 0)) + i * C::kCacheRowBytes;
-  }
-
   __device__ void load_unaligned_keys(const PieceView& view, const Piece& piece, int stage, int tile,
                                       const Blocks& blocks) const {
     const int there =
@@ -292,14 +286,12 @@ class Loader {
   template <DType kType>
   __device__ void convert_tile(int stage) {
     constexpr int kUnits = C::kHeadDim / 8;  // of eight elements, a row
-    constexpr int kThreads = C::kDecode ? 32 : C::kThreads;
-    const int first_row = C::kDecode ? threadIdx.x / 32 * C::kWarpKeys : 0;
     const unsigned char* from = stage_data(stage);
 #pragma unroll
     for (int value = 0; value < 2; ++value) {
 #pragma unroll 4
-      for (int i = threadIdx.x % kThreads; i < C::kWarpKeys * kUnits; i += kThreads) {
-        const int row = value * C::kKeys + first_row + i / kUnits, unit = i % kUnits;
+      for (int i = threadIdx.x % C::kThreads; i < C::kKeys * kUnits; i += C::kThreads) {  // %: their number is known
+        const int row = value * C::kKeys + i / kUnits, unit = i % kUnits;
         const uint2 raw = *reinterpret_cast<const uint2*>(from + row * C::kHeadDim + unit * 8);
         const uint2 low = widen4<kType>(raw.x), high = widen4<kType>(raw.y);
         *reinterpret_cast<uint4*>(smem_ + C::kConverted + swizzled(row, unit, C::kRowBytes)) =

@@ -31,10 +31,15 @@ class MmaRows {
     const int row0 = C::kDecode ? 0 : warp * C::kWarpRows, key0 = C::kDecode ? warp * C::kWarpKeys : 0;
     if (!C::kDecode && row0 >= piece.num_rows) return;
     const int first_key = tile * C::kKeys + key0;
-    const uint32_t keys = loader.tile_address(stage) + key0 * C::kRowBytes;
+    const uint32_t keys = loader.tile_address(stage) + key0 * (C::kReadsBytes ? C::kCacheRowBytes : C::kRowBytes);
+    const uint32_t values = keys + Loader<C>::kValuesBehind;
     const float* scales = loader.scales(stage) + key0;
     Scores s;
-    multiply_keys(s, ptx::smem_address(loader.query()) + row0 * C::kRowBytes, keys);
+    const uint32_t query = ptx::smem_address(loader.query()) + row0 * C::kRowBytes;
+    if constexpr (C::kReadsBytes)
+      for_cache_type(p.cache_dtype, [&](auto type) { multiply_byte_keys<decltype(type)::value>(s, query, keys); });
+    else
+      multiply_keys(s, query, keys);
     if constexpr (C::kScaledQuery) {
       const float* query_scales = loader.query_scales() + row0 + threadIdx.x % 32 / 4;
       for_each_score(s, [&](float& x, int m, int h, int) { x *= query_scales[m * 16 + h * 8]; });
@@ -50,7 +55,10 @@ class MmaRows {
     softmax(s, largest, rule.log2_rate);
     if constexpr (C::kQuantized)
       if (p.v_scale.per_token()) scale_probabilities(s, scales + C::kKeys);
-    multiply_values(s, keys + C::kTileBytes);
+    if constexpr (C::kReadsBytes)
+      for_cache_type(p.cache_dtype, [&](auto type) { multiply_byte_values<decltype(type)::value>(s, values); });
+    else
+      multiply_values(s, values);
   }
 
   // Ends a piece.  Decode: the warps meet in `states`, float2 [kWarps][kRows], and, 16 rows at a time, in `exchange`,
@@ -73,11 +81,15 @@ class MmaRows {
   using Scores = float[C::kRowTiles][kKeyTiles][4];
   using Maxima = float[C::kRowTiles][2];
 
-  __device__ static void multiply_keys(Scores& s, uint32_t query, uint32_t keys) {
+  __device__ static void clear(Scores& s) {
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m)
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.f;
+  }
+
+  __device__ static void multiply_keys(Scores& s, uint32_t query, uint32_t keys) {
+    clear(s);
     const int lane = threadIdx.x % 32;
     // Matrices of an x4 load.  Q: (rows 0-7 | 8-15) x (d 0-7 | 8-15), rows first.  K: d first.
     const uint32_t q0 = query + swizzled(lane % 16, lane / 16, C::kRowBytes);
@@ -95,6 +107,42 @@ class MmaRows {
         for (int m = 0; m < C::kRowTiles; ++m) {
           ptx::mma_m16n8k16<T>(s[m][n], q[m], k[0], k[1]);
           ptx::mma_m16n8k16<T>(s[m][n + 1], q[m], k[2], k[3]);
+        }
+      }
+    }
+  }
+
+  // A lane reads 16 neighbouring elements of a key, for four steps of 16 columns each.  In which order a step takes its
+  // columns does not matter, as long as Q does the same.
+  template <DType kType>
+  __device__ static void multiply_byte_keys(Scores& s, uint32_t query, uint32_t keys) {
+    clear(s);
+    const int row = threadIdx.x % 32 / 4, part = threadIdx.x % 4;
+#pragma unroll
+    for (int chunk = 0; chunk < C::kHeadDim / 16; chunk += 4) {
+      uint4 bytes[kKeyTiles];
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n)
+        bytes[n] = ptx::load_shared_v4(keys + (n * 8 + row) * C::kCacheRowBytes +
+                                       ((chunk + part ^ byte_swizzle<C>(row)) << 4));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint4 q[C::kRowTiles][2];
+#pragma unroll
+        for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            q[m][h] = ptx::load_shared_v4(
+                query + swizzled(m * 16 + h * 8 + row, (chunk + part) * 2 + half, C::kRowBytes));
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+          const uint2 k0 = widen4<kType>(half ? bytes[n].z : bytes[n].x);
+          const uint2 k1 = widen4<kType>(half ? bytes[n].w : bytes[n].y);
+#pragma unroll
+          for (int m = 0; m < C::kRowTiles; ++m) {
+            ptx::mma_m16n8k16<T>(s[m][n], {q[m][0].x, q[m][1].x, q[m][0].y, q[m][1].y}, k0.x, k0.y);
+            ptx::mma_m16n8k16<T>(s[m][n], {q[m][0].z, q[m][1].z, q[m][0].w, q[m][1].w}, k1.x, k1.y);
+          }
         }
       }
     }
@@ -242,18 +290,24 @@ class MmaRows {
     }
   }
 
+  using Fragments = uint32_t[C::kRowTiles][4];
+  // The probabilities of 16 keys as an operand.
+  __device__ static void pack_probabilities(Fragments& a, const Scores& s, int k) {
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        a[m][i] = ptx::pack<T>(s[m][k * 2 + i / 2][i % 2 * 2], s[m][k * 2 + i / 2][i % 2 * 2 + 1]);
+  }
+
   __device__ void multiply_values(const Scores& s, uint32_t values) {
     const int lane = threadIdx.x % 32;
     // Matrices of a transposing x4 load: (keys 0-7 | 8-15) x (d 0-7 | 8-15), keys first.
     const uint32_t v0 = values + swizzled(lane % 16, lane / 16, C::kRowBytes);
 #pragma unroll
     for (int k = 0; k < C::kWarpKeys / 16; ++k) {
-      uint32_t a[C::kRowTiles][4];
-#pragma unroll
-      for (int m = 0; m < C::kRowTiles; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          a[m][i] = ptx::pack<T>(s[m][k * 2 + i / 2][i % 2 * 2], s[m][k * 2 + i / 2][i % 2 * 2 + 1]);
+      Fragments a;
+      pack_probabilities(a, s, k);
 #pragma unroll
       for (int n = 0; n < kDimTiles; n += 2) {
         uint32_t v[4];
@@ -262,6 +316,34 @@ class MmaRows {
         for (int m = 0; m < C::kRowTiles; ++m) {
           ptx::mma_m16n8k16<T>(out_[m][n], a[m], v[0], v[1]);
           ptx::mma_m16n8k16<T>(out_[m][n + 1], a[m], v[2], v[3]);
+        }
+      }
+    }
+  }
+
+  // ldmatrix transposes pairs of columns: a lane gets columns d and d + 1 of two keys, and gives one to either of two
+  // products.  So out_ holds, of every 16 columns, in tiles 2n and 2n + 1 the even and the odd ones.
+  template <DType kType>
+  __device__ void multiply_byte_values(const Scores& s, uint32_t values) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < C::kWarpKeys / 16; ++k) {
+      Fragments a;
+      pack_probabilities(a, s, k);
+#pragma unroll
+      for (int n = 0; n < kDimTiles; n += 4) {
+        uint32_t v[4];  // (keys 0-7 | 8-15) x (d 0-15 | 16-31), keys first
+        ptx::ldmatrix_x4_trans(v, values + (k * 16 + lane % 16) * C::kCacheRowBytes +
+                                      ((n / 2 + lane / 16 ^ byte_swizzle<C>(lane % 16)) << 4));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint2 low = widen4<kType>(__byte_perm(v[i * 2], 0, 0x3120));
+          const uint2 high = widen4<kType>(__byte_perm(v[i * 2 + 1], 0, 0x3120));
+#pragma unroll
+          for (int m = 0; m < C::kRowTiles; ++m) {
+            ptx::mma_m16n8k16<T>(out_[m][n + i * 2], a[m], low.x, high.x);
+            ptx::mma_m16n8k16<T>(out_[m][n + i * 2 + 1], a[m], low.y, high.y);
+          }
         }
       }
     }
@@ -332,9 +414,16 @@ class MmaRows {
         const float reference = exp2_reference(maximum_of(row));
         const float weight = ptx::exp2(reference_[m][h] - reference) * value_scale;
 #pragma unroll
-        for (int n = 0; n < kDimTiles; ++n)
-          *reinterpret_cast<float2*>(exchange + place(warp, row, n * 8 + lane % 4 * 2)) =
-              make_float2(out_[m][n][h * 2] * weight, out_[m][n][h * 2 + 1] * weight);
+        for (int n = 0; n < kDimTiles; n += 2) {
+          const float x0 = out_[m][n][h * 2] * weight, x1 = out_[m][n][h * 2 + 1] * weight;
+          const float y0 = out_[m][n + 1][h * 2] * weight, y1 = out_[m][n + 1][h * 2 + 1] * weight;
+          if constexpr (C::kReadsBytes) {
+            *reinterpret_cast<float4*>(exchange + place(warp, row, n * 8 + lane % 4 * 4)) = make_float4(x0, y0, x1, y1);
+          } else {
+            *reinterpret_cast<float2*>(exchange + place(warp, row, n * 8 + lane % 4 * 2)) = make_float2(x0, x1);
+            *reinterpret_cast<float2*>(exchange + place(warp, row, n * 8 + 8 + lane % 4 * 2)) = make_float2(y0, y1);
+          }
+        }
       }
       __syncthreads();
       constexpr int kRowThreads = C::kThreads / 16;
