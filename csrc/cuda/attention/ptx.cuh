@@ -121,6 +121,9 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[
   mma_m16n8k16(c, a, b0, b1, T());
 }
 
+// Orders what this thread, and those that it has met at a barrier, did in global memory before it.
+__device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // ---- Asynchronous copies of compute capability 8.0.  The bytes past `bytes` become 0; with 0 bytes nothing is read.
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
@@ -130,8 +133,8 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src) {
 }
 __device__ __forceinline__ void cp_async_16_or_zero(uint32_t dst, const void* src, bool read) {
   asm volatile(
-      "{\n.reg .pred ignored;\nsetp.eq.u32 ignored, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, ignored;\n}" ::"r"(
-          dst),
+      "{\n.reg .pred ignored;\nsetp.eq.u32 ignored, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, ignored;\n}" ::
+          "r"(dst),
       "l"(src), "r"(static_cast<uint32_t>(read))
       : "memory");
 }

@@ -4,6 +4,7 @@
 
 #include "../empty_rows.cuh"
 #include "fma_rows.cuh"
+#include "merge_row.cuh"
 #include "mma_rows.cuh"
 #include "plan.cuh"
 
@@ -28,6 +29,7 @@ struct CtaState {
   PieceView views[2];
   bool more[2];  // there is a piece
   int turn;      // drawn for the next one
+  Parts merged;  // those that this CTA merges now; count 0: none
 
   __device__ void advance(const KernelArgs& args, int which) {
     const AttentionParams& p = args.p;
@@ -43,10 +45,37 @@ struct CtaState {
                     piece.tile_end,
                     (piece.span.full_begin + C::kKeys - 1) / C::kKeys,
                     args.plain_copies ? min(piece.tile_end, piece.span.full_end / C::kKeys) : 0};
-    if (args.partials.unit_tiles == 0 && piece.first && !piece.last)
-      args.partials.items[blockIdx.x] = walk.cut_item(piece);
+    if (!C::kMergesItself && args.partials.unit_tiles == 0 && piece.first && !piece.last)
+      args.partials.items[blockIdx.x] = {piece.entry, piece.head, walk.parts(piece).count};
   }
 };
+
+// A piece has been written to the partials: the CTA that is the last of its item to get here merges them all.
+template <class C>
+__device__ void merge_if_last(const KernelArgs& args, CtaState<C>& state, const Piece& piece) {
+  const Partials& partials = args.partials;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const Parts parts = state.walk.parts(piece);
+    int* arrivals = partials.arrivals + parts.first_cta;
+    ptx::fence_acq_rel_gpu();  // the whole CTA's part is visible before the arrival is
+    const bool last = atomicAdd(arrivals, 1) == parts.count - 2;
+    ptx::fence_acq_rel_gpu();
+    if (last) *arrivals = -1;
+    state.merged = {parts.first_cta, last ? parts.count : 0};
+  }
+  __syncthreads();
+  const Parts parts = state.merged;
+  if (parts.count == 0) return;
+  constexpr TileShape kShape = {C::kRows, C::kKeys};
+  constexpr int kVectors = (C::kHeadDim + 127) / 128, kBatch = kVectors == 1 ? 16 : 4;
+  for_each_row(args.heads, kShape, piece.entry, piece.head, threadIdx.x / 32, C::kWarps,
+               [&](int r, int token, int head) {
+                 auto part = [&](int i) { return partials.balanced_row(kShape, parts.first_cta + i, i == 0, r); };
+                 merge_row<typename C::T, kVectors, kBatch>(args.p, partials, parts.count, part,
+                                                            piece.entry.q_begin + token, head);
+               });
+}
 
 // A plan in shared memory.
 struct LocalPlan {
@@ -107,7 +136,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     const Walk walk(p, plan, args.deals, args.min_share, args.partials.unit_tiles);
     if (thread == 0) {
       state.walk = walk;
-      args.partials.items[blockIdx.x] = {0, 0, 0};
+      if (!C::kMergesItself) args.partials.items[blockIdx.x] = {0, 0, 0};
       state.turn = state.walk.draw();
       state.advance(args, 0);
     }
@@ -149,6 +178,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     unsigned char* exchange = C::kQuantized && C::kTensorCores ? smem + C::kConverted : loader.stage_data(ahead);
     rows.finish(args, piece, rule, reinterpret_cast<float2*>(smem + C::kStates), reinterpret_cast<float*>(exchange));
     if (thread == 0) state.turn = turn;
+    if (C::kMergesItself && args.partials.unit_tiles == 0 && !piece.whole()) merge_if_last(args, state, piece);
   }
   if (args.range.owns_empty) write_empty_rows<typename C::T>(p);
 }

@@ -37,6 +37,7 @@ struct Config {
   // Tensor cores: the warps share their rows and split the keys; else they split the rows.  Without: see FmaRows.
   static constexpr bool kDecode = kDecode_;
 
+  static constexpr bool kMergesItself = kDecode && kDecodeRows <= 16;  // see merge.cuh
   static constexpr bool kLocalPlan = kDecode;  // a plan of few entries is made by every CTA for itself
 
   // Of both products.  fp16 holds every quantised element exactly, and a bf16 query row once it is scaled (load_query).

@@ -83,8 +83,7 @@ void launch_attention(KernelArgs args, bool splits_rows, Workspace& workspace, c
   args.deals = !splits_rows;
   args.runs_share_blocks = p.block_size % Loader<C>::kRunRows == 0;
   const bool counted = counts_in_chunks(p, args.key_bytes) && counts_in_chunks(p, args.value_bytes);
-  args.plain_copies =
-      args.cache_bytes == 16 && p.head_dim == C::kHeadDim && (args.runs_share_blocks || counted);
+  args.plain_copies = args.cache_bytes == 16 && p.head_dim == C::kHeadDim && (args.runs_share_blocks || counted);
   if (!counted) args.cache_bytes = std::min(args.cache_bytes, 8);  // of other tiles
   // Exactly `ctas` CTAs an SM: were there room for more, a grid that starts early could double up on some SMs.
   const int smem_bytes =
@@ -105,7 +104,7 @@ void launch_attention(KernelArgs args, bool splits_rows, Workspace& workspace, c
         partials.max_units > 1 ? std::min<int64_t>(by_sequence, p.num_tokens) * p.num_heads * partials.max_units : 0;
   }
   const int64_t max_entries = max_plan_entries(p, args.range, tile);
-  const bool merges = !p.batch_invariant || partials.max_units > 1;
+  const bool merges = p.batch_invariant ? partials.max_units > 1 : !C::kMergesItself;  // in a kernel of its own
   const bool local_plan = C::kLocalPlan && !p.batch_invariant && max_entries <= LocalPlan::kMaxEntries;
   Layout layout;
   const size_t counts = layout.add(2 * sizeof(int));
@@ -118,6 +117,8 @@ void launch_attention(KernelArgs args, bool splits_rows, Workspace& workspace, c
                local_plan ? nullptr : reinterpret_cast<PlanEntry*>(base + entries)};
   partials.items = reinterpret_cast<CutItem*>(base + items);
   partials.state = reinterpret_cast<float2*>(base + state);
+  if (C::kMergesItself && !p.batch_invariant)
+    partials.arrivals = static_cast<int*>(workspace.marked(num_ctas * sizeof(int)));
   partials.out = reinterpret_cast<float*>(base + out);
 
   const bool dependent = p.pdl && device.major == 9 && waits_for_dependency(attention_kernel<C>);

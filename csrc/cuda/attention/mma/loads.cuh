@@ -59,7 +59,8 @@ class Loader {
     Blocks blocks;
 #pragma unroll
     for (int run = 0; run < kRuns; ++run)
-      blocks.of_run[run] = __ldg(view.blocks + args_.block.quotient(min(tile * C::kKeys + own_row(run), view.last_key)));
+      blocks.of_run[run] =
+          __ldg(view.blocks + args_.block.quotient(min(tile * C::kKeys + own_row(run), view.last_key)));
     return blocks;
   }
 
@@ -146,7 +147,7 @@ class Loader {
   }
 
  private:
-  __device__ static int chunk() { return threadIdx.x % kRowChunks; }
+  __device__ static uint32_t chunk() { return threadIdx.x % kRowChunks; }
   // The rows of this thread, 0 to kThreadRows - 1.
   __device__ static int row_of(int i) {
     const int warp_row = kWarpLoadsItsKeys ? threadIdx.x / 32 * C::kWarpKeys : 0;
@@ -199,25 +200,25 @@ class Loader {
     constexpr uint32_t kUnseen = ~0u;
 #pragma unroll
     for (int run = 0; run < kRuns; ++run) {
-      const int own = own_row(run), key = tile * C::kKeys + own, slot = slot_of(key), block = blocks.of_run[run];
-      const bool own_seen = !kPartial || key >= piece.span.key_begin && key < piece.span.key_end;
+      const int own = own_row(run), position = tile * C::kKeys + own, slot = slot_of(position);
+      const int block = blocks.of_run[run];
+      const bool own_seen = !kPartial || position >= piece.span.key_begin && position < piece.span.key_end;
       uint32_t own_key = (block * args_.key_bytes.block + slot * args_.key_bytes.slot) / 16;
       uint32_t own_value = (block * args_.value_bytes.block + slot * args_.value_bytes.slot) / 16;
       if (!own_seen) own_key = kUnseen;
       const uint32_t to0 = ptx::smem_address(place(stage, row_of(run * kRunRows)));
 #pragma unroll
       for (int i = 0; i < kRunRows; ++i) {
-        const uint32_t to = place_after(to0, i);
-        const uint32_t chunks = __shfl_sync(~0u, own_key, i, kRunRows), value_chunks = __shfl_sync(~0u, own_value, i, kRunRows);
-        const unsigned char* from_key = view.keys + (uint64_t{chunks} + chunk()) * 16;
-        const unsigned char* from_value = view.values + (uint64_t{value_chunks} + chunk()) * 16;
+        const uint32_t to = place_after(to0, i), chunks = __shfl_sync(~0u, own_key, i, kRunRows);
+        const unsigned char* key = view.keys + uint64_t{chunks + chunk()} * 16;
+        const unsigned char* value = view.values + uint64_t{__shfl_sync(~0u, own_value, i, kRunRows) + chunk()} * 16;
         if constexpr (kPartial) {
           const bool read = chunks != kUnseen && chunk() * 16 < args_.p.head_dim * C::kCacheElementBytes;
-          ptx::cp_async_16_or_zero(to, from_key, read);
-          ptx::cp_async_16_or_zero(to + C::kStageBytes / 2, from_value, read);
+          ptx::cp_async_16_or_zero(to, key, read);
+          ptx::cp_async_16_or_zero(to + C::kStageBytes / 2, value, read);
         } else {
-          ptx::cp_async_16(to, from_key);
-          ptx::cp_async_16(to + C::kStageBytes / 2, from_value);
+          ptx::cp_async_16(to, key);
+          ptx::cp_async_16(to + C::kStageBytes / 2, value);
         }
       }
       if (C::kQuantized && chunk() < kRunRows) load_scales(piece.head, stage, own, own_seen, block, slot);
@@ -225,8 +226,8 @@ class Loader {
   }
   __device__ void load_unaligned_keys(const PieceView& view, const Piece& piece, int stage, int tile,
                                       const Blocks& blocks) const {
-    const int there =
-        min(16, args_.p.head_dim * C::kCacheElementBytes - chunk() * 16);  // the rest of kHeadDim becomes 0
+    const int there = min(16, args_.p.head_dim * C::kCacheElementBytes -
+                                  static_cast<int>(chunk()) * 16);  // the rest of kHeadDim becomes 0
     const KeySpan& span = piece.span;
 #pragma unroll
     for (int run = 0; run < kRuns; ++run) {

@@ -3,59 +3,16 @@
 #include <algorithm>
 
 #include "../launch.h"
-#include "epilogue.cuh"
+#include "merge_row.cuh"
 
 namespace paged_attn::mma {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kMaxVectors = 2;  // of four elements a lane: head_dim <= 256
+constexpr int kVectors = 2;  // of four elements a lane: head_dim <= 256
 
-// One warp merges the parts of one row, part 0 first.  part(i) is the row of part i in the partials.
-template <class T, class Part>
-__device__ void merge_row(const AttentionParams& p, const Partials& partials, int num_parts, Part part, int token,
-                          int head) {
-  const int lane = threadIdx.x % 32;
-  float maximum = -INFINITY;
-  for (int i = lane; i < num_parts; i += 32) maximum = fmaxf(maximum, partials.state[part(i)].x);
-  for (int d = 16; d > 0; d /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, d));
-  const float reference = exp2_reference(maximum);
-  float sum = 0.f;
-  float4 acc[kMaxVectors] = {};
-#pragma unroll 4
-  for (int i = 0; i < num_parts; ++i) {
-    const int64_t row = part(i);
-    const float2 state = partials.state[row];
-    const float weight = ptx::exp2(state.x - reference);
-    sum += weight * state.y;
-#pragma unroll
-    for (int v = 0; v < kMaxVectors; ++v) {
-      const int d = v * 128 + lane * 4;
-      if (d < p.head_dim) {
-        const float4 o = *reinterpret_cast<const float4*>(partials.out + row * partials.row_stride + d);
-        acc[v].x += weight * o.x, acc[v].y += weight * o.y, acc[v].z += weight * o.z, acc[v].w += weight * o.w;
-      }
-    }
-  }
-  const RowEnd end = finish_row(maximum, sum, p.sinks ? p.sinks + head : nullptr);
-  T* out = static_cast<T*>(p.out) + token * p.out_strides.token + head * p.out_strides.head;
-#pragma unroll
-  for (int v = 0; v < kMaxVectors; ++v) {
-    const int d = v * 128 + lane * 4;
-    if (d < p.head_dim) store_scaled(out + d, acc[v], end.output_scale);
-  }
-  if (p.lse && lane == 0) p.lse[int64_t{token} * p.num_heads + head] = end.lse;
-}
-
-// The rows of an item, shared out among the warps of blockIdx.y: merge(row, token, head).
-template <class Merge>
-__device__ void for_each_row(const Heads& heads, TileShape shape, const PlanEntry& e, int kv_head, Merge merge) {
-  const int group = heads.group.value, rows = min(shape.rows, e.q_len * group - e.first_row);
-  for (int r = blockIdx.y * kWarps + threadIdx.x / 32; r < rows; r += gridDim.y * kWarps) {
-    const int packed = e.first_row + r, token = heads.group.quotient(packed);
-    merge(r, token, kv_head * group + packed - token * group);
-  }
-}
+// The rows of an item are shared out among the warps of blockIdx.y.
+__device__ int this_warp() { return blockIdx.y * kWarps + threadIdx.x / 32; }
 
 // blockIdx.x is a CTA of the attention kernel; its cut item is merged.
 template <class T>
@@ -67,9 +24,9 @@ __global__ void __launch_bounds__(kWarps * 32)
   const CutItem item = partials.items[cta];
   if (item.num_parts == 0) return;
   const PlanEntry& e = item.entry;
-  for_each_row(heads, shape, e, item.head, [&](int r, int token, int head) {
+  for_each_row(heads, shape, e, item.head, this_warp(), gridDim.y * kWarps, [&](int r, int token, int head) {
     auto part = [&](int i) { return partials.balanced_row(shape, cta + i, i == 0, r); };
-    merge_row<T>(p, partials, item.num_parts, part, e.q_begin + token, head);
+    merge_row<T, kVectors, 8>(p, partials, item.num_parts, part, e.q_begin + token, head);
   });
 }
 
@@ -87,14 +44,14 @@ __global__ void __launch_bounds__(kWarps * 32)
     const int first_unit = span.tile_begin / partials.unit_tiles;
     const int last_unit = (span.tile_end - 1) / partials.unit_tiles;
     if (first_unit == last_unit) continue;
-    for_each_row(heads, shape, e, blockIdx.z, [&](int, int token, int head) {
+    for_each_row(heads, shape, e, blockIdx.z, this_warp(), gridDim.y * kWarps, [&](int, int token, int head) {
       const int position = e.seq_len - e.q_len + token;
       const int end = p.causal ? min(position + 1, e.seq_len) : e.seq_len;
       const int begin = p.window_size > 0 ? max(0, position - p.window_size + 1) : 0;
       const int unit_keys = partials.unit_tiles * shape.keys;
       const int u0 = begin / unit_keys, u1 = max(0, end + unit_keys - 1) / unit_keys;
       auto part = [&](int k) { return partials.unit_row(p, e, token, head, u0 + k); };
-      merge_row<T>(p, partials, max(0, u1 - u0), part, e.q_begin + token, head);
+      merge_row<T, kVectors, 8>(p, partials, max(0, u1 - u0), part, e.q_begin + token, head);
     });
   }
 }

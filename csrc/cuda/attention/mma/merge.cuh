@@ -1,4 +1,5 @@
-// Partial results of items cut into pieces, and their merge in a fixed order by a second kernel.
+// Partial results of items cut into pieces, and their merge in a fixed order: of few rows by the CTA that ends the
+// item's last piece in time, of many by a second kernel.
 //
 // A partial is a tile of unnormalised fp32 output rows with their softmax states.  Where it lies:
 // - Balanced cut: a CTA has two slots of shape.rows rows, 0 for a piece that continues an item, 1 for one that begins
@@ -13,7 +14,9 @@ namespace paged_attn::mma {
 struct Partials {
   float* out;      // [rows, row_stride]
   float2* state;   // [rows]
-  CutItem* items;  // [CTAs]; balanced cut only
+  CutItem* items;  // [CTAs]; balanced cut, second kernel
+  int* arrivals;   // [CTAs], marked memory, -1 between launches; balanced cut, no second kernel: pieces that have ended
+                   // of the item that begins in the CTA
   int row_stride;  // elements
   int unit_tiles;  // key tiles of a unit; 0: balanced cut
   int max_units;   // units of the longest possible row

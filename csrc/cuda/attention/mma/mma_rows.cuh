@@ -132,8 +132,8 @@ class MmaRows {
         for (int m = 0; m < C::kRowTiles; ++m)
 #pragma unroll
           for (int h = 0; h < 2; ++h)
-            q[m][h] = ptx::load_shared_v4(
-                query + swizzled(m * 16 + h * 8 + row, (chunk + part) * 2 + half, C::kRowBytes));
+            q[m][h] =
+                ptx::load_shared_v4(query + swizzled(m * 16 + h * 8 + row, (chunk + part) * 2 + half, C::kRowBytes));
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
           const uint2 k0 = widen4<kType>(half ? bytes[n].z : bytes[n].x);

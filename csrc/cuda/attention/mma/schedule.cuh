@@ -77,6 +77,11 @@ struct Piece {
   __device__ bool whole() const { return first && last; }
 };
 
+// The CTAs that share an item, one piece each.
+struct Parts {
+  int first_cta, count;
+};
+
 // The item that begins in a CTA and ends in a later one.
 struct CutItem {
   PlanEntry entry;
@@ -149,10 +154,12 @@ class Walk {
     return false;
   }
 
-  // Of the balanced cut, after next: the item whose first but not last piece is `piece`.
-  __device__ CutItem cut_item(const Piece& piece) const {
-    const int64_t left = piece.span.tile_end - piece.tile_end;
-    return {piece.entry, piece.head, 1 + static_cast<int>((left + share_ - 1) / share_)};
+  // Of the balanced cut: the parts of the item of `piece`.
+  __device__ Parts parts(const Piece& piece) const {
+    const int tiles = piece.span.tile_end - piece.span.tile_begin;
+    const int64_t begin = piece.entry.begin + int64_t{piece.head} * tiles;
+    const int first = static_cast<int>(begin / share_), last = static_cast<int>((begin + tiles - 1) / share_);
+    return {first, last - first + 1};
   }
 
  private:
