@@ -1,4 +1,5 @@
-// What the tensor cores multiply with an 8-bit cache: its elements as fp16, exactly, and 16-bit queries as fp16.
+// What the tensor cores multiply with an 8-bit cache: its elements as fp16, exactly, and 16-bit queries as fp16; and
+// the scale of a KV head.
 #pragma once
 
 #include "../../params.h"
@@ -52,6 +53,11 @@ __device__ __forceinline__ uint2 widen4(uint32_t x) {
 // Two bf16 (or already fp16) to two fp16.
 __device__ __forceinline__ uint32_t to_half2(uint32_t x, bool is_bfloat) {
   return is_bfloat ? ptx::pack<__half>(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)) : x;
+}
+
+// Of a KV head, where it does not vary from token to token; else 1.
+__device__ __forceinline__ float head_scale(const ScaleView& scale, int kv_head) {
+  return scale.data && !scale.per_token() ? __ldg(scale.data + kv_head * scale.strides.head) : 1.f;
 }
 
 }  // namespace paged_attn

@@ -1,14 +1,10 @@
 // How raw dot products become scores, and which keys a row sees.
 #pragma once
 
+#include "../widen.cuh"
 #include "config.cuh"
 
 namespace paged_attn::mma {
-
-// The scale of a KV head where it does not vary from token to token; else 1.
-__device__ inline float head_scale(const ScaleView& scale, int head) {
-  return scale.data && !scale.per_token() ? scale.data[head * scale.strides.head] : 1.f;
-}
 
 // The same for all rows of a piece.
 struct ScoreRule {

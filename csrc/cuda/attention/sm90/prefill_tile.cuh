@@ -12,6 +12,7 @@
 #include "../../divisor.cuh"
 #include "../../warp.cuh"
 #include "../paths.h"
+#include "../widen.cuh"
 
 namespace paged_attn::sm90 {
 
@@ -86,11 +87,6 @@ __device__ __forceinline__ TokenHead row_of(const PrefillParams& p, const TileRo
   const int r = tile.head + row;  // (r + 1) x group < 2^20, so the quotient is exact
   const int token = (r * p.group_inverse) >> 20;
   return {tile.token + token, r - token * p.group};
-}
-
-// Where it does not vary from token to token; else 1.
-__device__ __forceinline__ float head_scale(const ScaleView& scale, int kv_head) {
-  return scale.data && !scale.per_token() ? __ldg(scale.data + kv_head * scale.strides.head) : 1.f;
 }
 
 // Keys that the query tokens first_token .. last_token see, taken together, and each of them.
