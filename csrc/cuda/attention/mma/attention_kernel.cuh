@@ -93,7 +93,8 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
   const int thread = threadIdx.x, warp = thread / 32;
   const int ahead = C::kMaxStages == 2 ? 1 : args.stages - 1;  // tiles in flight
   ptx::pdl_launch_dependents();
-  ptx::pdl_wait();
+  // With metadata_ready a plan of its own is made, and block numbers are read, before the kernel ahead has ended.
+  if (!p.metadata_ready || !C::kMergesItself || args.plan.entries != nullptr) ptx::pdl_wait();
   Loader<C> loader(args, smem);
   using Rows = std::conditional_t<C::kTensorCores, MmaRows<C>, FmaRows<C>>;
 
@@ -107,6 +108,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
 #pragma unroll
     for (int stage = 0; stage < C::kMaxStages; ++stage)
       if (stage < ahead && begin + stage < view.tile_end) found[stage] = loader.find_blocks(view, begin + stage);
+    ptx::pdl_wait();
     loader.load_query(piece);
 #pragma unroll
     for (int stage = 0; stage < C::kMaxStages; ++stage) {
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     }
   }
   if (warp == 0) {
-    const Walk walk(p, plan, args.deals, args.min_share, args.partials.unit_tiles);
+    const Walk walk(args.heads, plan, args.deals, args.min_share, args.partials.unit_tiles);
     if (thread == 0) {
       state.walk = walk;
       if (!C::kMergesItself) args.partials.items[blockIdx.x] = {0, 0, 0};
@@ -143,6 +145,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
   }
   __syncthreads();
   if (state.more[0]) start(0);
+  ptx::pdl_wait();  // for those that have no piece
   if (thread == 0) state.turn = state.walk.draw();
   for (int which = 0; state.more[which]; which ^= 1) {
     const Piece& piece = state.pieces[which];

@@ -96,13 +96,14 @@ struct CutItem {
 // walk together; then one of them walks.
 class Walk {
  public:
-  __device__ Walk(const AttentionParams& p, const Plan& plan, bool deals, int min_share, int unit_tiles)
+  __device__ Walk(const Heads& heads, const Plan& plan, bool deals, int min_share, int unit_tiles)
       : plan_(plan), unit_tiles_(unit_tiles), index_(0), next_begin_(0) {
-    const int count = *plan.num_entries, heads = p.num_kv_heads;
-    num_items_ = count * heads;
+    const int count = *plan.num_entries;
+    num_items_ = count * heads.kv.value;
     num_cut_ = !deals ? num_items_ : unit_tiles > 0 ? 0 : num_items_ % static_cast<int>(gridDim.x);
-    int64_t total = plan.entries[num_cut_ / heads].begin;
-    if (num_cut_ % heads > 0) total += num_cut_ % heads * ((plan.entries[num_cut_ / heads + 1].begin - total) / heads);
+    const int whole = heads.kv.quotient(num_cut_), rest = num_cut_ - whole * heads.kv.value;  // entries; items
+    int64_t total = plan.entries[whole].begin;
+    if (rest > 0) total += rest * ((plan.entries[whole + 1].begin - total) / heads.kv.value);
     share_ = max((total + gridDim.x - 1) / gridDim.x, static_cast<int64_t>(min_share));
     position_ = min(share_ * blockIdx.x, total);
     end_ = min(position_ + share_, total);
