@@ -44,7 +44,9 @@ struct CtaState {
                     piece.tile_begin,
                     piece.tile_end,
                     (piece.span.full_begin + C::kKeys - 1) / C::kKeys,
-                    args.plain_copies ? min(piece.tile_end, piece.span.full_end / C::kKeys) : 0};
+                    args.plain_copies ? min(piece.tile_end, piece.span.full_end / C::kKeys) : 0,
+                    piece.num_rows,
+                    rules[which].modified};
     if (!C::kMergesItself && args.partials.unit_tiles == 0 && piece.first && !piece.last)
       args.partials.items[blockIdx.x] = {piece.entry, piece.head, walk.parts(piece).count};
   }
@@ -172,7 +174,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
       if (next + 1 < view.tile_end) blocks = loader.find_blocks(view, next + 1);
       if (thread == 0 && tile == view.tile_begin) state.advance(args, which ^ 1);
       if constexpr (C::kConvertsTiles) loader.convert_tile(stage);
-      rows.add_tile(args, piece, rule, loader, stage, tile, view.plain(tile) && !rule.modified);
+      rows.add_tile(args, piece, rule, loader, stage, tile, view);
       stage = stage == ahead ? 0 : stage + 1;
     } while (++tile < view.tile_end);
     __syncthreads();

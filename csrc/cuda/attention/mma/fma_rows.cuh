@@ -24,7 +24,7 @@ class FmaRows {
   }
 
   __device__ void add_tile(const KernelArgs& args, const Piece& piece, const ScoreRule& rule, Loader<C>& loader,
-                           int stage, int tile, bool) {
+                           int stage, int tile, const PieceView&) {
     const AttentionParams& p = args.p;
     const Share share(piece);
     if (share.first_row >= piece.num_rows) return;

@@ -30,6 +30,8 @@ struct PieceView {
   int last_key;                        // that the piece's rows see
   int tile_begin, tile_end;
   int plain_begin, plain_end;  // tiles that every row sees whole, and that are copied without conditions
+  int num_rows;
+  bool modified;  // ScoreRule
 
   __device__ bool plain(int tile) const { return tile >= plain_begin && tile < plain_end; }
 };

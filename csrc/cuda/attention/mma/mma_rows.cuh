@@ -25,11 +25,12 @@ class MmaRows {
 
   // Adds the warp's keys of one tile.
   __device__ void add_tile(const KernelArgs& args, const Piece& piece, const ScoreRule& rule, Loader<C>& loader,
-                           int stage, int tile, bool plain) {
+                           int stage, int tile, const PieceView& view) {
     const AttentionParams& p = args.p;
     const int warp = threadIdx.x / 32;
     const int row0 = C::kDecode ? 0 : warp * C::kWarpRows, key0 = C::kDecode ? warp * C::kWarpKeys : 0;
-    if (!C::kDecode && row0 >= piece.num_rows) return;
+    if (!C::kDecode && row0 >= view.num_rows) return;
+    const bool plain = view.plain(tile) && !view.modified;
     const int first_key = tile * C::kKeys + key0;
     const uint32_t keys = loader.tile_address(stage) + key0 * (C::kReadsBytes ? C::kCacheRowBytes : C::kRowBytes);
     const uint32_t values = keys + Loader<C>::kValuesBehind;
@@ -47,7 +48,7 @@ class MmaRows {
     Maxima largest;
     find_largest(s, largest);
     if (!plain) {
-      if (rule.modified) modify_scores(s, args, piece, rule.scale, row0, first_key, scales);
+      if (view.modified) modify_scores(s, args, piece, rule.scale, row0, first_key, scales);
       if (first_key < piece.span.full_begin || first_key + C::kWarpKeys > piece.span.full_end)
         mask_scores(s, args, piece, row0, first_key);
       find_largest(s, largest);
