@@ -141,6 +141,25 @@ def test_long_sequences(attention_ops, dtype, length, num_kv_heads):
     )
 
 
+@pytest.mark.parametrize("query_lens", [None, [1, 40, 3]], ids=["decode", "mixed"])
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_small_blocks_of_long_sequences(attention_ops, block_size, head_dim, cache_dtype, query_lens):
+    """Many tiles of keys that lie in blocks of their own."""
+    check_attention(
+        attention_ops,
+        [700, 450, 1300],
+        query_lens,
+        dtype=torch.bfloat16,
+        cache_dtype=cache_dtype,
+        scale_kind=cache_dtype and "token_head",
+        block_size=block_size,
+        head_dim=head_dim,
+        layout=LAYOUTS[block_size % 3],
+    )
+
+
 @pytest.mark.parametrize("option", ["plain", "window_50", "all"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -183,6 +184,30 @@ def test_lengths_made_by_the_kernel_before():
         table.copy_(batch.block_table)
         lengths.copy_(batch.seq_lens)
         assert_same_bits(late.run(paged_attn.paged_attention), expected)
+
+
+@pytest.mark.parametrize("path", ["auto", "mma"])
+@pytest.mark.parametrize("metadata_ready", [False, True])
+def test_query_made_by_the_call_before(path, metadata_ready):
+    """With ``metadata_ready`` too, only lengths and table may be read before the kernel ahead has ended."""
+    batch = peaky_batch([3000, 17, 900, 1], dtype=torch.bfloat16, head_dim=128).to("cuda")
+    attend = partial(paged_attn.paged_attention, backend=path)
+    expected = batch.query
+    for _ in range(20):
+        expected = replace(batch, query=expected).run(attend)
+        torch.cuda.synchronize()
+
+    def chain():
+        query = batch.query
+        for _ in range(20):
+            query = replace(batch, query=query).run(attend, metadata_ready=metadata_ready)
+        return query
+
+    graph, output = captured(chain)
+    for _ in range(5):
+        output.fill_(math.nan)
+        graph.replay()
+        assert_same_bits(output, expected)
 
 
 def capture_cases():
