@@ -57,8 +57,8 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key_c
   p.scale = scale ? *scale : 1 / std::sqrt(double(query.size(2)));
   p.softcap = softcap;
   if (!std::isfinite(p.scale)) fail("scale: expected a finite float32, got ", *scale);
-  if (!(softcap >= 0) || !std::isfinite(p.softcap) || (softcap > 0 && p.softcap == 0))
-    fail("softcap: expected 0 or a positive, finite float32, got ", softcap);
+  if (softcap != 0 && !(softcap >= kMinSoftcap && softcap <= kMaxSoftcap))
+    fail("softcap: expected 0, or a number from ", kMinSoftcap, " to ", kMaxSoftcap, ", got ", softcap);
   if (window_size && *window_size < 1) fail("window_size: expected None or at least 1, got ", *window_size);
   if (window_size && !causal) fail("window_size: expected None with causal=False, got ", *window_size);
   for (auto [name, t] : {std::pair{"alibi_slopes", &alibi_slopes}, std::pair{"sinks", &sinks}}) {

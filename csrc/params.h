@@ -32,6 +32,9 @@ enum class AttentionBackend : int { kAuto = 0, kMma = 1, kSm90 = 2 };
 // Larger windows are no limit: so sums with lengths stay in the range of int.
 constexpr int kMaxWindow = 1 << 30;
 
+// Larger caps would multiply the error of a float's tanh into the scores.
+constexpr float kMinSoftcap = 1e-30f, kMaxSoftcap = 10000.f;
+
 struct AttentionParams {
   const void* query;            // [num_tokens, num_heads, head_dim]
   const void* key_cache;        // [num_blocks, block_size, num_kv_heads, head_dim]

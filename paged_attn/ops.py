@@ -92,7 +92,7 @@ def paged_attention(
         scale: of the scores; default ``head_dim ** -0.5``.
         causal: a token sees keys up to its own position.
         window_size: keys that a token sees, itself included; needs ``causal``.
-        softcap: 0 for none.
+        softcap: 0 for none; at most 10000.
         alibi_slopes: float32 ``[num_heads]``, Press et al., https://arxiv.org/abs/2108.12409.
         sinks: float32 ``[num_heads]``: a term ``exp(sink)`` in every row's denominator, part of the log-sum-exp.
         k_scale, v_scale: float32, of one element, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, any
