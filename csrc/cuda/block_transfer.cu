@@ -9,13 +9,14 @@ namespace paged_attn {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kPrefetchBytesAnSm = 48 << 10;
 constexpr int kMaxArrays = 256;
 constexpr int kFewPairs = 16, kManyPairs = 3000;  // a launch's parameters hold 32,764 bytes at most
 
 template <int kPairs>
 struct TransferParams {
   int64_t units;  // of a block, each of the width of one access
-  int num_arrays, num_pairs;
+  int num_arrays, num_pairs, prefetching_ctas;
   int64_t src_block_stride, dst_block_stride, num_src_blocks, num_dst_blocks;
   BlockShape src_shape, dst_shape;
   const int64_t* device_pairs;
@@ -48,15 +49,21 @@ __device__ __forceinline__ BlockPlan::Move checked_pair(const TransferParams<kPa
 template <class Unit, int kPairs>
 __global__ void __launch_bounds__(kThreads) transfer_kernel(const __grid_constant__ TransferParams<kPairs> p) {
   ptx::pdl_launch_dependents();
-  ptx::pdl_wait();
-  const BlockPlan::Move* moves = p.plan ? p.plan->free : p.pairs;
-  const int num_moves = p.plan ? p.plan->num_free : p.num_pairs;
-
+  bool waited = false;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < p.units * p.num_arrays;
        i += int64_t{gridDim.x} * kThreads) {
     const int64_t array = i / p.units, byte = i % p.units * sizeof(Unit);
     const char* src = p.src[array] + offset_in_block(p.src_shape, byte);
     char* dst = p.dst[array] + offset_in_block(p.dst_shape, byte);
+    if (!waited) {
+      if (blockIdx.x < p.prefetching_ctas)
+        for (int k = blockIdx.y * kTransferBatch; k < min(p.num_pairs, (blockIdx.y + 1) * kTransferBatch); ++k)
+          prefetch_sector(src + p.pairs[k].src * p.src_block_stride);
+      ptx::pdl_wait();
+      waited = true;
+    }
+    const BlockPlan::Move* moves = p.plan ? p.plan->free : p.pairs;
+    const int num_moves = p.plan ? p.plan->num_free : p.num_pairs;
 
     if (p.plan && blockIdx.y == 0) {
       Unit aside = {};
@@ -110,6 +117,12 @@ void launch(TransferParams<kPairs>& p, int max_ctas, cudaStream_t stream) {
   const int64_t batches = (p.num_pairs + kTransferBatch - 1) / kTransferBatch;
   const int64_t x = max_ctas > 0 ? std::min<int64_t>(columns, limit) : std::min<int64_t>(columns, INT32_MAX);
   const int64_t y = std::min<int64_t>({std::max<int64_t>(limit / x, 1), batches, 65535});
+  // Sources in device memory that are known ahead of the kernel.
+  const bool known = max_ctas == 0 && !p.device_pairs && !p.plan;
+  p.prefetching_ctas = known
+                           ? prefetching_ctas(kThreads * sizeof(Unit) * y * std::min<int>(p.num_pairs, kTransferBatch),
+                                              kPrefetchBytesAnSm)
+                           : 0;
   launch_pdl(transfer_kernel<Unit, kPairs>, dim3(x, y), dim3(kThreads), stream, p);
 }
 
