@@ -1,8 +1,8 @@
 """Every CUDA path once on small shapes, under compute-sanitizer: ``python -m tests.sanitize [TOOL...]``.
 
 racecheck counts an arrival at a barrier in shared memory for the thread that makes it alone. Where one lane arrives for
-its warp, it may report what the other lanes have read and written before: the ring of tiles and the scales per token in
-prefill from 8-bit caches.
+its warp, it may report what the other lanes have read and written before: the scales per token in prefill from 8-bit
+caches.
 """
 
 import argparse

@@ -76,6 +76,9 @@ __device__ __forceinline__ uint4 load_shared_v4(uint32_t address) {
 __device__ __forceinline__ void store_shared(uint32_t address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
+__device__ __forceinline__ void store_shared(uint32_t address, __half x) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(__half_as_ushort(x)) : "memory");
+}
 __device__ __forceinline__ void store_shared_v2(uint32_t address, uint2 x) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(x.x), "r"(x.y) : "memory");
 }

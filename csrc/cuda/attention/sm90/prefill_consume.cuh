@@ -43,7 +43,7 @@ class PrefillConsumer : PrefillRows<Traits> {
 
  private:
   using Rows::kHeadDim, Rows::kTurnBarrier;
-  using Rows::p_, Rows::smem_, Rows::tiles_, Rows::o_, Rows::max_, Rows::sum_, Rows::value_unit_;
+  using Rows::p_, Rows::smem_, Rows::tiles_, Rows::o_, Rows::max_, Rows::sum_, Rows::scale_, Rows::value_unit_;
   using Rows::query, Rows::release_query, Rows::token_scales, Rows::score_scale, Rows::finish_rows;
   using Rows::warpgroup, Rows::warp, Rows::lane, Rows::warpgroup_sync, Rows::thread_row;
   using typename Rows::T;
@@ -62,6 +62,7 @@ class PrefillConsumer : PrefillRows<Traits> {
   __device__ __forceinline__ RingPosition<Traits::kStages> value() const { return {steps_ - 1}; }
 
   __device__ __forceinline__ void start_rows() {
+    if constexpr (Traits::kQuantized && !Traits::kTokenScales) scale_ = p_.scale_log2 * fabsf(tiles_.key_scale());
     value_unit_ = 0.f;
     max_[0] = max_[1] = -INFINITY;
     sum_[0] = sum_[1] = 0.f;
@@ -115,9 +116,10 @@ class PrefillConsumer : PrefillRows<Traits> {
     pin(s_);
     release_key();
     finish_scores<true>(step--);
+    change_unit();
+    if constexpr (Traits::kEarlyOutput) load_value_scales();
 #pragma unroll
     for (int r = 0; r < 2; r += kRowsAtOnce) find_maxima<true>(r), exponentiate(r);
-    scale_probabilities();
     if constexpr (!Traits::kEarlyOutput) pack();
     ++steps_;
     while (step >= tiles_.steps().first) {
@@ -152,15 +154,17 @@ class PrefillConsumer : PrefillRows<Traits> {
     if constexpr (Traits::kEarlyOutput) {
 #pragma unroll
       for (int r = 0; r < 2; r += kRowsAtOnce) find_maxima<kMasked>(r);
-      hold(rescale_[0] + rescale_[1]);
+      change_unit();
+      hold<Traits::kProducers == 2>(output_rescale_[0] + output_rescale_[1]);
       finish_output();
+      load_value_scales();
 #pragma unroll
       for (int r = 0; r < 2; r += kRowsAtOnce) exponentiate(r);
     } else {
 #pragma unroll
       for (int r = 0; r < 2; r += kRowsAtOnce) find_maxima<kMasked>(r), exponentiate(r);
-      scale_probabilities();
-      hold(sum_[0] + sum_[1]);
+      change_unit();
+      hold<Traits::kProducers == 2>(sum_[0] + sum_[1]);
       finish_output();
       pack();
     }
@@ -173,7 +177,7 @@ class PrefillConsumer : PrefillRows<Traits> {
     pin(p_frag_);
     release_value();
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) o_[i] *= rescale_[i / 2 % 2];
+    for (int i = 0; i < kHeadDim / 2; ++i) o_[i] *= output_rescale_[i / 2 % 2];
   }
 
   __device__ __forceinline__ void issue_scores() {
@@ -205,8 +209,17 @@ class PrefillConsumer : PrefillRows<Traits> {
     pin(p_frag_);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kKeys / 16; ++i)
-      Wgmma<kHeadDim>::template rs<T, 1>(o_, p_frag_ + 4 * i, values + i * 2 * Traits::kRowGroupBytes / 16, 1);
+    for (int i = 0; i < kKeys / 16; ++i) {
+      const uint64_t rows = values + i * 2 * Traits::kRowGroupBytes / 16;
+      if constexpr (Traits::kProducers == 2 &&
+                    kHeadDim == 256) {  // whole, it takes more registers than threads begin with
+        auto& halves = *reinterpret_cast<float (*)[2][64]>(o_);
+        Wgmma<128>::template rs<T, 1>(halves[0], p_frag_ + 4 * i, rows, 1);
+        Wgmma<128>::template rs<T, 1>(halves[1], p_frag_ + 4 * i, rows + 2 * Traits::kPartBytes / 16, 1);
+      } else {
+        Wgmma<kHeadDim>::template rs<T, 1>(o_, p_frag_ + 4 * i, rows, 1);
+      }
+    }
     wgmma_commit();
   }
 
@@ -282,11 +295,10 @@ class PrefillConsumer : PrefillRows<Traits> {
   // S is masked, and in units of log2 once multiplied by score_scale.
   template <bool kMasked>
   __device__ __forceinline__ void finish_scores(int step) {
-    if constexpr (Traits::kTokenScales)
-      if (token_scales()) {
-        ptx::mbarrier_wait(smem_.scales_full(key().slot()), key().parity());
-        scale_columns(smem_.scales(key().slot()));
-      }
+    if (token_scales()) {
+      ptx::mbarrier_wait(smem_.scales_full(key().slot()), key().parity());
+      scale_scores();
+    }
     if constexpr (Traits::kScoreMods) modify_scores<kMasked>(step);
     if constexpr (kMasked) {
       const TileRows tile = tiles_.rows();
@@ -305,7 +317,7 @@ class PrefillConsumer : PrefillRows<Traits> {
     }
   }
 
-  // Of rows `first` .. `first` + kRowsAtOnce - 1 of the thread: the running maximum; rescale_ says what O lacks.
+  // Of rows `first` .. `first` + kRowsAtOnce - 1 of the thread: the running maximum; what the sum and O lack.
   template <bool kMasked>
   __device__ __forceinline__ void find_maxima(int first) {
     const float scale = score_scale();
@@ -323,7 +335,7 @@ class PrefillConsumer : PrefillRows<Traits> {
       x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
       x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
       offset_[r] = kMasked ? exp2_reference(x * scale) : x * scale;
-      rescale_[r] = ptx::exp2(max_[r] * scale - offset_[r]);
+      output_rescale_[r] = rescale_[r] = ptx::exp2(max_[r] * scale - offset_[r]);
       max_[r] = x;
     }
   }
@@ -339,48 +351,64 @@ class PrefillConsumer : PrefillRows<Traits> {
         float &x = s_[4 * b + 2 * r], &y = s_[4 * b + 2 * r + 1];
         x = ptx::exp2(x * scale - offset_[r]), y = ptx::exp2(y * scale - offset_[r]);
         sums[r][b % 2] += x + y;
-        if constexpr (Traits::kEarlyOutput) p_frag_[2 * b + r] = ptx::pack<T>(x, y);
+        if constexpr (Traits::kEarlyOutput) pack(b, r);
       }
 #pragma unroll
     for (int r = first; r < first + kRowsAtOnce; ++r) sum_[r] = sum_[r] * rescale_[r] + (sums[r][0] + sums[r][1]);
   }
 
-  // Value scales per token go into P, before it is packed; rescale_ takes up the change of their unit.
-  __device__ __forceinline__ void scale_probabilities() {
-    if constexpr (Traits::kTokenScales)
-      if (token_scales()) {
-        const uint32_t scales = smem_.scales(key().slot()) + kKeys * 4;
-        scale_columns(scales);
-        const float unit = ptx::load_shared(scales + kKeys * 4);
-        __syncwarp();
-        if (lane() == 0) ptx::mbarrier_arrive(smem_.scales_empty(key().slot()));
-        // O is in units of value_unit_; unit is 0 where it is 0.
-        const float factor = unit > 0.f ? __fdividef(value_unit_, unit) : 1.f;
-        value_unit_ = unit;
-        rescale_[0] *= factor, rescale_[1] *= factor;
-      }
-  }
-  // Multiplies the columns of S or P with kKeys floats in shared memory.
-  __device__ __forceinline__ void scale_columns(uint32_t scales) {
+  // Multiplies the columns of S with the key scales of the step.
+  __device__ __forceinline__ void scale_scores() {
+    const uint32_t scales = smem_.scales(key().slot()) + lane() % 4 * 16;
 #pragma unroll
-    for (int b = 0; b < kKeys / 8; ++b) {
-      float x, y;
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(scales + (8 * b + lane() % 4 * 2) * 4));
-      s_[4 * b] *= x, s_[4 * b + 1] *= y;
-      s_[4 * b + 2] *= x, s_[4 * b + 3] *= y;
+    for (int i = 0; i < kKeys / 16; ++i) {
+      const uint4 x = ptx::load_shared_v4(scales + i * 64);
+      const uint32_t factors[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int j = 0; j < 8; ++j) s_[8 * i + j] *= __uint_as_float(factors[j / 4 * 2 + j % 2]);
     }
   }
-  __device__ __forceinline__ void pack() {
+  // The unit of the value scales grows, and with it that of O.
+  __device__ __forceinline__ void change_unit() {
+    if (!token_scales()) return;
+    const uint2 x = ptx::load_shared_v2(smem_.scales(key().slot()) + Traits::kUnitOffset);
+    value_unit_ = __uint_as_float(x.x);
+    output_rescale_[0] *= __uint_as_float(x.y), output_rescale_[1] *= __uint_as_float(x.y);
+  }
+  // The value scales of the step, of two columns in every 8.
+  __device__ __forceinline__ void load_value_scales() {
+    if constexpr (!Traits::kTokenScales) return;
 #pragma unroll
-    for (int i = 0; i < kKeys / 4; ++i) p_frag_[i] = ptx::pack<T>(s_[2 * i], s_[2 * i + 1]);
+    for (uint32_t& x : value_scales_) x = 0x3c003c00u;  // 1
+    if (!token_scales()) return;
+    const uint32_t scales = smem_.scales(key().slot()) + Traits::kValueScaleOffset + lane() % 4 * 16;
+#pragma unroll
+    for (int i = 0; i < kKeys / 8; i += 4) {
+      const uint4 x = ptx::load_shared_v4(scales + i * 16);
+      value_scales_[i] = x.x, value_scales_[i + 1] = x.y, value_scales_[i + 2] = x.z, value_scales_[i + 3] = x.w;
+    }
+    __syncwarp();
+    if (lane() == 0) ptx::mbarrier_arrive(smem_.scales_empty(key().slot()));
+  }
+  // Columns 8 b and on of row r of the thread.
+  __device__ __forceinline__ void pack(int b, int r) {
+    uint32_t& p = p_frag_[2 * b + r];
+    p = ptx::pack<T>(s_[4 * b + 2 * r], s_[4 * b + 2 * r + 1]);
+    if constexpr (Traits::kTokenScales) asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(p) : "r"(value_scales_[b]));
+  }
+  __device__ __forceinline__ void pack() {
+    load_value_scales();
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) pack(i / 2, i % 2);
   }
 
   uint32_t steps_ = 0;  // done with Q K, over all tiles
 
-  float s_[kKeys / 2];          // scores, then probabilities
-  uint32_t p_frag_[kKeys / 4];  // packed probabilities, as the A operand of P V
+  float s_[kKeys / 2];                                           // scores, then probabilities
+  uint32_t value_scales_[Traits::kTokenScales ? kKeys / 8 : 1];  // fp16
+  uint32_t p_frag_[kKeys / 4];                                   // packed probabilities, as the A operand of P V
   uint32_t q_[Traits::kQueryInRegisters ? kHeadDim / 4 : 1];
-  float offset_[2], rescale_[2];
+  float offset_[2], rescale_[2], output_rescale_[2];
   int full_begin_, full_end_;  // steps of this piece that need no mask
 };
 

@@ -1,6 +1,6 @@
 // The prefill kernel.
 //
-// A persistent CTA on every multiprocessor.  Its first warpgroup gives its registers away and loads (prefill_load.cuh),
+// A persistent CTA on every multiprocessor.  Its first warpgroups give registers away and load (prefill_load.cuh),
 // the others compute 64 rows of the tile each (prefill_consume.cuh).  K and V of 8-bit caches are converted on their
 // way (prefill_convert.cuh).
 #pragma once
@@ -13,6 +13,7 @@
 #include "prefill_consume.cuh"
 #include "prefill_convert.cuh"
 #include "prefill_load.cuh"
+#include "prefill_scales.cuh"
 #endif
 
 namespace paged_attn::sm90 {
@@ -24,7 +25,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char dynamic_smem[];
   const PrefillSmem<Traits> smem{ptx::smem_address(dynamic_smem)};
-  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
+  int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
+  if constexpr (Traits::kProducers > 1)  // that lanes agree saves registers, which are scarce there
+    warpgroup = uniform(warpgroup), warp = uniform(warp);
   if (threadIdx.x == 0) {
     constexpr int kReaders = 4 * Traits::kConsumers;  // warps that read a stage
     constexpr int kKeyWriters = Traits::kQuantized ? Traits::kKeyConverters : 1;
@@ -35,7 +38,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::mbarrier_init(smem.key_empty(i), kReaders);
       ptx::mbarrier_init(smem.value_empty(i), kReaders);
       if constexpr (Traits::kTokenScales) {
-        ptx::mbarrier_init(smem.scales_full(i), 2);  // those of K and those of V
+        ptx::mbarrier_init(smem.scales_full(i), 1);
         ptx::mbarrier_init(smem.scales_empty(i), kReaders);
       }
     }
@@ -45,7 +48,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (int i = 0; i < Traits::kTileSlots; ++i) {
       ptx::mbarrier_init(smem.tile_full(i), 1);
-      ptx::mbarrier_init(smem.tile_empty(i), TileRing<Traits>::kReaders);
+      ptx::mbarrier_init(smem.tile_empty(i), TileRing<Traits>::kReaders * (TileRing<Traits>::kLanesArrive ? 32 : 1));
     }
     for (int i = 0; i < Traits::kQueryBuffers; ++i)
       for (int w = 0; w < Traits::kConsumers; ++w) {
@@ -61,11 +64,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (!p.range.side_by_side) ptx::pdl_wait();
   if (p.range.owns_empty) write_empty_rows<typename Traits::T>(p.attention);
 
-  if (warpgroup == 0) {
+  if (warpgroup < Traits::kProducers) {
     give_registers<Traits::kProducerRegisters>();
-    if constexpr (Traits::kQuantized) {
+    if constexpr (Traits::kTokenScales) {
       if (warp == 0)
+        produce_tiles<Traits>(p, smem, [](const Tile&) {});
+      else if (warp == 1)
+        produce_queries<Traits>(p, smem);
+      else if (warp == 2)
         produce_staged<Traits>(p, &key_map, &value_map, smem);
+      else if (warp == 3)
+        produce_scales<Traits>(p, smem);
+      else
+        convert<Traits>(p, smem, warp - 4);
+    } else if constexpr (Traits::kQuantized) {
+      if (warp == 0)
+        produce_tiles_staged<Traits>(p, &key_map, &value_map, smem);
       else
         convert<Traits>(p, smem, warp - 1);
     } else if (warp == 0) {

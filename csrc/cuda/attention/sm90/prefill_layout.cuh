@@ -30,12 +30,19 @@ struct PrefillTraits {
   static constexpr bool kShortLoop = kQueryInRegisters || (!kQuantized && kHeadDim == 192);  // of the full steps
   // At once; else the output goes through its buffer.
   static constexpr bool kReleasesQuery = kQuantized && kQueryInRegisters;
-  static constexpr bool kEarlyOutput = !kQuantized && kHeadDim > 64 && kHeadDim <= 192;  // P V ends with the maxima
+  static constexpr bool kEarlyOutput = kHeadDim > 64 && kHeadDim <= 192;  // P V ends with the maxima
   static constexpr int kQueryBuffers = kHeadDim > 128 || kQuantized ? 1 : 2;
-  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kProducers = kQuantized && kTokenScales ? 2 : 1;  // warpgroups that load and convert
+  static constexpr int kQueryUnroll =                                    // of its loads
+      !kQuantized                                         ? 2
+      : kTokenScales || kHeadDim == 96 || kHeadDim == 192 ? 1
+                                                          : 4;
+  static constexpr int kThreads = 128 * (kProducers + kConsumers);
   // Of 64 K registers every thread has an equal part at launch; the producers give most of theirs to the consumers.
-  static constexpr int kProducerRegisters = kQuantized ? 56 : 40;
-  static constexpr int kConsumerRegisters = kQuantized ? 224 : 232;
+  static constexpr int kProducerRegisters = kProducers == 1                     ? (kQuantized ? 56 : 40)
+                                            : kHeadDim != 96 && kHeadDim != 256 ? 32
+                                                                                : 40;
+  static constexpr int kConsumerRegisters = kProducers == 1 ? (kQuantized ? 224 : 232) : 256 - kProducerRegisters;
 
   // K and V are laid out as [group of 8 rows][part][8 rows][128 bytes], swizzled by 128 bytes: a box of rows of a block
   // is contiguous, and wgmma reads it both as K (K-major) and as V (MN-major).  Where rows do not fill their parts, a
@@ -50,16 +57,17 @@ struct PrefillTraits {
   static constexpr int kChunks = kHeadDim / 8;                                    // of 16 bytes, in a row
   static constexpr int kChunkLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // lanes that share a row
 
-  // 8-bit K or V on their way: a slot holds those of one step, swizzled: [part][key][kStagedColumns bytes].  Slots 2 i
-  // are for K, 2 i + 1 for V.
-  static constexpr int kKeyConverters = 1, kValueConverters = 2;  // warps
+  // 8-bit K or V on their way: a slot holds kStagedColumns of those of one step, swizzled: [key][kStagedColumns bytes].
+  // Slots 2 i are for K, 2 i + 1 for V.
+  static constexpr int kKeyConverters = kTokenScales ? 2 : 1, kValueConverters = 2;  // warps
   static constexpr int kStagedColumns = kHeadDim <= 64 ? 64 : 128;
   static constexpr int kStagedParts = (kHeadDim + kStagedColumns - 1) / kStagedColumns;
-  static constexpr int kStagedPartBytes = kKeys * kStagedColumns;
-  static constexpr int kStagedBytes = kStagedParts * kStagedPartBytes;
-  static constexpr int kStagingSlots = !kQuantized ? 0 : kHeadDim <= 192 ? 4 : 2;
-  // Scales of a step: float [kKeys] of K, [kKeys] of V in units of a power of two, that unit.
-  static constexpr int kScaleBytes = kTokenScales ? 2 * kKeys * 4 + 16 : 0;
+  static constexpr int kStagedBytes = kKeys * kStagedColumns;
+  static constexpr int kStagingSlots = !kQuantized ? 0 : (kHeadDim <= 192 ? 4 : 2) * kStagedParts;
+  // Scales of a step: float of K, half of V in units of a power of two; that unit, and the one before in units of it.
+  // A consumer thread has two columns in every 8: its scales for 16 columns of K, or for 32 of V, are 16 bytes.
+  static constexpr int kValueScaleOffset = kKeys * 4, kUnitOffset = kKeys * 6;
+  static constexpr int kScaleBytes = kTokenScales ? kUnitOffset + 16 : 0;
 
   static constexpr int kKeyOffset = kQueryBuffers * kConsumers * kQueryBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * kStageBytes;

@@ -14,6 +14,7 @@ namespace paged_attn::sm90 {
 template <class Traits>
 struct TileRing {
   static constexpr int kReaders = Traits::kThreads / 32 - 1;  // warps: all but the one that writes
+  static constexpr bool kLanesArrive = Traits::kQuantized;    // each for its own reads, as racecheck counts them
 
   PrefillSmem<Traits> smem;
   RingPosition<Traits::kTileSlots> position;
@@ -59,7 +60,7 @@ struct TileRing {
   // By the whole warp.
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.tile_empty(position.slot()));
+    if (kLanesArrive || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.tile_empty(position.slot()));
     position.advance();
   }
   __device__ __forceinline__ Tile next() {
@@ -74,7 +75,7 @@ struct TileRing {
 template <class Traits>
 class PieceWalk {
  public:
-  __device__ __forceinline__ PieceWalk(const PrefillParams& p, const Tile& tile, const Steps& steps)
+  __device__ __forceinline__ PieceWalk(const PrefillParams& p, const TileRows& tile, const Steps& steps)
       : p_(p),
         steps_(steps),
         seq_len_(tile.seq_len),
@@ -210,7 +211,7 @@ __device__ __forceinline__ void load_query(const PrefillParams& p, PrefillSmem<T
     const uint32_t dst =
         smem.query(buffer.slot(), warpgroup) + chunk / 8 * Traits::kQueryPartBytes + i % kWarpgroupRows * 128;
     if (i % kWarpgroupRows == 0) ptx::mbarrier_wait(smem.query_empty(buffer.slot(), warpgroup), buffer.parity() ^ 1);
-#pragma unroll(Traits::kQuantized ? 1 : 2)
+#pragma unroll(Traits::kQueryUnroll)
     for (int r = lane / kLanes; r < 32; r += kRowsAtOnce) {
       const int64_t source = __shfl_sync(~0u, offset, r);
       const bool real = source >= 0 && chunk * 8 < a.head_dim;

@@ -21,7 +21,7 @@ class PrefillRows {
   __device__ __forceinline__ PrefillRows(const PrefillParams& p, PrefillSmem<Traits> smem)
       : p_(p), smem_(smem), tiles_{smem} {}
 
-  __device__ __forceinline__ int warpgroup() const { return threadIdx.x / 128 - 1; }
+  __device__ __forceinline__ int warpgroup() const { return threadIdx.x / 128 - Traits::kProducers; }
   __device__ __forceinline__ int warp() const { return threadIdx.x / 32 % 4; }  // of the warpgroup
   __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
 
@@ -40,11 +40,10 @@ class PrefillRows {
     ptx::mbarrier_arrive(smem_.query_empty(query().slot(), warpgroup()));
   }
 
-  __device__ __forceinline__ bool token_scales() const { return p_.attention.k_scale.per_token(); }
+  __device__ __forceinline__ bool token_scales() const { return has_token_scales<Traits>(p_); }
   __device__ __forceinline__ float score_scale() const {
     if constexpr (Traits::kScoreMods) return p_.cap_log2 > 0.f && !p_.attention.alibi_slopes ? p_.cap_log2 : 1.f;
-    if constexpr (Traits::kQuantized) return p_.scale_log2 * fabsf(tiles_.key_scale());
-    return p_.scale_log2;
+    return Traits::kQuantized && !Traits::kTokenScales ? scale_ : p_.scale_log2;
   }
 
   __device__ __forceinline__ uint32_t pack_output(float low, float high) const {
@@ -68,13 +67,13 @@ class PrefillRows {
   // their order: the bits do not depend on which one it is.
   __device__ __forceinline__ bool merge_pieces(const TilePieces& pieces) {
     constexpr int kVectors = kHeadDim / 8;
-    int thread = threadIdx.x - 128;
+    int thread = threadIdx.x - 128 * Traits::kProducers;
     forget(thread);
     const auto partial = [&](int slot) {
       return p_.partials + (int64_t{slot} * kRowWarps + thread / 32) * (kVectors + 1) * 32 + thread % 32;
     };
     float4* const mine = partial(pieces.slot);
-    const float unit = Traits::kTokenScales && token_scales() ? value_unit_ : 1.f;
+    const float unit = token_scales() ? value_unit_ : 1.f;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
       __stcg(mine + i * 32, {o_[4 * i] * unit, o_[4 * i + 1] * unit, o_[4 * i + 2] * unit, o_[4 * i + 3] * unit});
@@ -125,8 +124,7 @@ class PrefillRows {
       const RowEnd end = finish_row(max_[r] * score_scale(), sum_[r], a.sinks ? a.sinks + head : nullptr);
       output_scale[r] = end.output_scale;
       if constexpr (Traits::kQuantized) output_scale[r] *= head_scale(a.v_scale, tile.kv_head);
-      if constexpr (Traits::kTokenScales)
-        if (token_scales()) output_scale[r] *= value_unit_;
+      if (token_scales()) output_scale[r] *= value_unit_;
       if (a.lse && lane() % 4 == 0 && at.token < tile.q_len)
         a.lse[static_cast<int64_t>(tile.q_begin + at.token) * a.num_heads + head] = end.lse;
     }
@@ -210,6 +208,7 @@ class PrefillRows {
   TileRing<Traits> tiles_;
   float o_[kHeadDim / 2];
   float max_[2], sum_[2];
+  float scale_;       // of scores from 8-bit caches, that of the keys included
   float value_unit_;  // of O, with value scales per token
 };
 

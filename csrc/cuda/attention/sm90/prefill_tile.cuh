@@ -89,6 +89,13 @@ __device__ __forceinline__ TokenHead row_of(const PrefillParams& p, const TileRo
   return {tile.token + token, r - token * p.group};
 }
 
+// Whether scales vary from token to token.
+template <class Traits>
+__device__ __forceinline__ bool has_token_scales(const PrefillParams& p) {
+  if constexpr (!Traits::kTokenScales) return false;
+  return !Traits::kScoreMods || p.attention.k_scale.per_token();
+}
+
 // Keys that the query tokens first_token .. last_token see, taken together, and each of them.
 struct KeyRange {
   int any_begin, any_end;  // some token sees these

@@ -39,11 +39,19 @@ __device__ __forceinline__ void pin(uint32_t (&x)[N]) {
 }
 
 // A branch on x that is never taken: no instruction produces this NaN.  The assembler lifts a wait for wgmma above
-// arithmetic, but not above a branch on its result: what x depends on stays before the wait that follows.
+// arithmetic, but not above a branch on its result: what x depends on stays before the wait that follows.  Of kernels
+// with many threads it must be a branch of whole warps, of others it must not, or else every wgmma is waited for.
+template <bool kManyThreads>
 __device__ __forceinline__ void hold(float x) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.eq.b32 p, %0, 0xffffffff;\n@!p bra HOLD;\nexit;\nHOLD:\n}" ::"r"(__float_as_uint(x))
-      : "memory");
+  if constexpr (kManyThreads)
+    asm volatile(
+        "{\n.reg .pred p, q;\nsetp.eq.b32 p, %0, 0xffffffff;\nvote.sync.any.pred q, p, 0xffffffff;\n@q trap;\n}" ::"r"(
+            __float_as_uint(x))
+        : "memory");
+  else
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.eq.b32 p, %0, 0xffffffff;\n@!p bra HOLD;\nexit;\nHOLD:\n}" ::"r"(__float_as_uint(x))
+        : "memory");
 }
 
 // A matrix in shared memory, rows of 128 bytes, swizzled in groups of 8 rows (1024 bytes, so aligned).  `group_stride`:
