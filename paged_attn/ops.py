@@ -212,8 +212,8 @@ def swap_blocks(src: Sequence[Tensor] | Tensor, dst: Sequence[Tensor] | Tensor, 
     """Copy whole blocks from ``src`` to ``dst``, between a device and the host or between devices, in stream order.
 
     Args:
-        src, dst: caches as in :func:`copy_blocks`, pairwise of one dtype and block shape. Host tensors may be pinned,
-            which is faster; pinned ones must live until the device has done the copy.
+        src, dst: caches as in :func:`copy_blocks`, pairwise of one dtype and block shape; both may be one pool.
+            Host tensors may be pinned, which is faster; pinned ones must live until the device has done the copy.
         block_mapping: int64 ``[num_pairs, 2]`` on the host: block of ``src``, block of ``dst``. It may be changed as
             soon as the call returns.
 

@@ -68,6 +68,15 @@ def test_no_pairs(ops):
     assert_moved(host, before, before, [])
 
 
+@pytest.mark.parametrize("pairs", [[(i, i + 1) for i in range(20)], [(i, (i + 9) % 24) for i in range(24)]], ids=len)
+def test_inside_one_pool(ops, pairs):
+    """Chains and cycles, as in copy_blocks."""
+    caches = layers("HND", torch.bfloat16, ops.device, num_blocks=24)
+    before = copies(caches)
+    ops.swap_blocks(caches, caches, pair_tensor(pairs, "cpu"))
+    assert_moved(caches, before, before, pairs)
+
+
 def check_many_blocks(ops, count=200):
     """Blocks in a random order, to pinned memory where there is a device, and back."""
     caches = [random_bits(make_cache(count, 4, 2, 32, dtype=torch.float16)[0], seed) for seed in range(2)]

@@ -151,6 +151,9 @@ struct CudaBackend {
   }
   static void swap_blocks(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const Tensor& pairs,
                           const Tensor& src_on, const Tensor& dst_on, bool host_is_pinned) {
+    const auto same_data = [](const BlockArray& a, const BlockArray& b) { return a.data == b.data; };
+    if (same_device(src_on, dst_on) && std::equal(src.begin(), src.end(), dst.begin(), same_data))
+      return copy_blocks(src, pairs, src_on);
     const CopyDirection direction = src_on.is_cpu()   ? CopyDirection::kHostToDevice
                                     : dst_on.is_cpu() ? CopyDirection::kDeviceToHost
                                                       : CopyDirection::kDeviceToDevice;
