@@ -1,6 +1,7 @@
 """Graphs, streams, devices (group E), and mappings on the host."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -271,6 +272,26 @@ def test_two_streams_two_caches():
     torch.cuda.synchronize()
     for which, output in outputs:
         assert_same_bits(output, expected[which])
+
+
+def test_threads_on_one_stream():
+    """A call of several kernels is not interrupted by another thread's: they share memory that must be clean."""
+    query_lens = ([1, 1, 200, 1, 3], [1, 150, 1, 90], [1] * 8, [300, 100])
+    batches = [
+        peaky_batch([600] * len(lens), lens, dtype=torch.bfloat16, head_dim=128, seed=seed).to("cuda")
+        for seed, lens in enumerate(query_lens)
+    ]
+    expected = [batch.run(paged_attn.paged_attention) for batch in batches]
+    torch.cuda.synchronize()
+
+    def outputs_of(batch):
+        return [batch.run(paged_attn.paged_attention) for _ in range(200)]
+
+    with ThreadPoolExecutor(len(batches)) as threads:
+        outputs = list(threads.map(outputs_of, batches))
+    for of_batch, right in zip(outputs, expected, strict=True):
+        for output in of_batch:
+            assert_same_bits(output, right)
 
 
 def test_two_graphs_at_once():

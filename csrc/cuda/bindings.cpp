@@ -116,9 +116,19 @@ struct Launch {
   TorchWorkspace workspace;
 };
 
+// For kernels that use marked memory.  Of threads that share a stream none may launch between the kernels of another's
+// call: the memory would serve two calls at once.
+struct MarkedLaunch : Launch {
+  explicit MarkedLaunch(const Tensor& on) : Launch(on), in_turn(mutexes[on.get_device_index() % kMutexes]) {}
+
+  static constexpr int kMutexes = 64;  // one a device
+  static inline std::mutex mutexes[kMutexes];
+  std::lock_guard<std::mutex> in_turn;
+};
+
 struct CudaBackend {
   static void paged_attention(const AttentionParams& p, const Tensor& on) {
-    Launch launch(on);
+    MarkedLaunch launch(on);
     launch_paged_attention(p, launch.workspace, launch.stream);
     launch.check();
   }
@@ -144,7 +154,7 @@ struct CudaBackend {
   }
   static void copy_blocks(const std::vector<BlockArray>& caches, const Tensor& pairs, const Tensor& on) {
     if (!on.is_cuda()) fail("caches: expected tensors on a CUDA device, got ", device_of(on));
-    Launch launch(on);
+    MarkedLaunch launch(on);
     launch_copy_blocks(caches, static_cast<const int64_t*>(pairs.data_ptr()), pairs.size(0), pairs.is_cpu(),
                        launch.workspace, launch.stream);
     launch.check();
