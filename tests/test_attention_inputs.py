@@ -161,3 +161,12 @@ def test_no_gradient_is_promised(attention_ops):
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             assert_same_bits(batch.run(attention_ops.paged_attention), expected)
+
+
+@pytest.mark.parametrize("query_lens", [None, [1, 20]], ids=["decode", "mixed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_cache_without_blocks(attention_ops, dtype, query_lens):
+    """Sequences without a token need no block either."""
+    batch = peaky_batch([0, 0], query_lens, dtype=dtype, head_dim=64).to(attention_ops.device)
+    batch = replaced(batch, key_cache=batch.key_cache[:0], value_cache=batch.value_cache[:0])
+    assert_close(batch.run(attention_ops.paged_attention), torch.zeros_like(batch.query), tolerance=0)

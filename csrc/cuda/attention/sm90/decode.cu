@@ -44,7 +44,8 @@ bool decode_supports(const AttentionParams& p) {
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return false;
   if (p.num_heads / p.num_kv_heads > decode_max_rows(p)) return false;
   const bool power_of_two = (p.block_size & (p.block_size - 1)) == 0;
-  if (!power_of_two || p.block_size < 8 || p.block_size > 1 << 20 || p.num_blocks > INT32_MAX) return false;
+  if (!power_of_two || p.block_size < 8 || p.block_size > 1 << 20) return false;
+  if (p.num_blocks < 1 || p.num_blocks > INT32_MAX) return false;  // a tensor map is not empty
   if (p.seq_lens_stride > INT32_MAX || p.cu_seqlens_q_stride > INT32_MAX) return false;
   if (p.k_scale.per_token() != p.v_scale.per_token()) return false;
   // Queries come in bulk copies of 16 bytes, outputs leave in pieces of 8.

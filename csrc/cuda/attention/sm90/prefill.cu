@@ -86,6 +86,7 @@ bool prefill_supports(const AttentionParams& p) {
   const bool quantized = is_quantized(p.cache_dtype) && p.block_size <= 1 << 15 &&  // TokenScales divides by it
                          countable(p.k_scale.strides) && countable(p.v_scale.strides);
   if (p.k_scale.per_token() != p.v_scale.per_token()) return false;  // one may be null, all 1
+  if (p.num_blocks < 1) return false;                                // a tensor map is not empty
   return half_precision && (p.cache_dtype == p.dtype || quantized) && p.head_dim % 8 == 0 && p.head_dim <= 256 &&
          p.block_size % 8 == 0 && p.num_heads / p.num_kv_heads <= kMaxGroup && aligned(p.query, p.query_strides) &&
          aligned(p.out, p.out_strides) && mappable(p, p.key_cache, p.key_strides) &&

@@ -108,7 +108,7 @@ class PieceWalk {
   __device__ __forceinline__ int block_of(int step) const {
     const int key = step * kKeys + row();
     const bool needed = step >= steps_.first && row() < kKeys && key < seq_len_ && key + p_.box_rows > first_visible_;
-    return needed ? __ldg(table_ + next_place_) : -1;
+    return needed ? __ldg(table_ + next_place_) & INT_MAX : -1;  // a negative id: past the cache, where TMA reads 0
   }
 
   const PrefillParams& p_;
