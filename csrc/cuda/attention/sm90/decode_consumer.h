@@ -160,14 +160,14 @@ struct Consumer {
       const Walk<Traits>& w = memo().walk;
       if (w.done()) return;
       const Visibility see(a, w.s);
-      float key_scale = 1.f;
+      float score_scale = p.scale * kLog2e;
       Item item;
       item.pieces = Pieces::of(a, w);
       item.rows = {w.s.query_begin, w.head_group * Traits::kHeads + head(), a.group, a.group_inverse};
       item.num_rows = min(w.s.query_len * a.group, a.max_rows);
       item.value_scale = 1.f;
       if (Traits::kQuantized && !Traits::kTokenScales) {
-        if (p.k_scale.data) key_scale = __ldg(p.k_scale.data + item.rows.kv_head * p.k_scale.strides.head);
+        if (p.k_scale.data) score_scale *= __ldg(p.k_scale.data + item.rows.kv_head * p.k_scale.strides.head);
         if (p.v_scale.data) item.value_scale = __ldg(p.v_scale.data + item.rows.kv_head * p.v_scale.strides.head);
       }
       memo().item = item;
@@ -207,7 +207,7 @@ struct Consumer {
             attend<Traits>(
                 a, x, lanes, ring.stages + stage.index * Traits::kStageBytes,
                 ring.scales<Traits>(stage.index, 0) + (head() * Traits::kTileTokens + slice() * kWarpTokens) * 4,
-                query_buffer, q, key_scale, memo().item.rows, first_row(), first_token, see);
+                query_buffer, q, score_scale, memo().item.rows, first_row(), first_token, see);
           __syncwarp();
           if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring.empty + stage.index * 8);
           stage.step(Traits::kStages);

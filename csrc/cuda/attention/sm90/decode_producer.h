@@ -138,8 +138,9 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
   Box next;
   const int ring_full = min(Traits::kStages, stages_per_batch) - 1;  // when there is time to look ahead
   // L2 is coherent: what the kernel ahead still writes to these blocks is seen by the loads below.  Prefetches queue
-  // ahead of the loads: half a ring of them, and none once the kernel ahead has ended.
-  if (early && now.present && my_stage < Traits::kStages / 2 && !ptx::mbarrier_test(ring.ended, 0))
+  // ahead of the loads: half a ring of them where the share is short, and none once the kernel ahead has ended.
+  const int prefetched = w.chunk > 8 * Traits::kStages ? Traits::kStages : Traits::kStages / 2;
+  if (early && now.present && my_stage < prefetched && !ptx::mbarrier_test(ring.ended, 0))
     ptx::tensor_prefetch_5d(map, 0, coordinate(now), 0, now.head_group * Traits::kHeads, now.page);
   Cursor stage, query;
   for (bool more = true; more;) {

@@ -190,12 +190,14 @@ __device__ __forceinline__ void finish_scores(const DecodeArgs& a, float (&c)[Tr
 }
 
 // Adds the tokens of a warp, from `first_token` on, to the state.  `stage`: address of the ring's stage; `scales`: of
-// the scales of its keys; `q`: fragments of all queries if they fit the registers, else `query_buffer` is read again.
+// the scales of its keys; `score_scale`: of all scores, in log2 units; `q`: fragments of all queries if they fit the
+// registers, else `query_buffer` is read again.
 template <class Traits>
 __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>& x, const LaneMap<Traits>& lanes,
                                        uint32_t stage, uint32_t scales, uint32_t query_buffer,
-                                       const uint32_t (&q)[Traits::kRowTiles][Traits::kQuerySteps][4], float key_scale,
-                                       const RowMap& rows, int first_row, int first_token, const Visibility& see) {
+                                       const uint32_t (&q)[Traits::kRowTiles][Traits::kQuerySteps][4],
+                                       float score_scale, const RowMap& rows, int first_row, int first_token,
+                                       const Visibility& see) {
   using Math = typename Traits::Math;
   using Cache = typename Traits::Cache;
   constexpr int kRowTiles = Traits::kRowTiles, kDim = Traits::kHeadDim, kTokenTiles = Traits::kTokenTiles;
@@ -250,17 +252,15 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, SoftmaxState<Traits>
   float largest_weight = 1.f;
 #pragma unroll
   for (int u = 0; u < kTokenTiles; u++) {
-    float scale_log2[2] = {a.p.scale * kLog2e, a.p.scale * kLog2e};  // of their scores
+    float scale_log2[2] = {score_scale, score_scale};  // of their scores
+    if constexpr (Traits::kTokenScales) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      if constexpr (Traits::kTokenScales) {
+      for (int h = 0; h < 2; h++) {
         const int token = u * 16 + g + h * 8;
         scale_log2[h] *= ptx::load_shared(scales + token * 4);
         weight[u][h] = ptx::load_shared(scales + Traits::kScaleBytes + token * 4) * x.inverse_unit;
         if (!whole_tile && (token < begin || token >= end)) weight[u][h] = 0.f;
         largest_weight = fmaxf(largest_weight, fabsf(weight[u][h]));
-      } else if constexpr (Traits::kQuantized) {
-        scale_log2[h] *= key_scale;
       }
     }
     finish_scores<Traits>(a, c[u], scale_log2, rows, first_row, first_token + u * 16, see);
