@@ -26,8 +26,12 @@ struct PrefillTraits {
   static constexpr int kRows = kWarpgroupRows * kConsumers;  // of a tile
   static_assert(4 * kConsumers == kRowWarps);
   static constexpr bool kQueryInRegisters =  // they must fit
-      kHeadDim <= (kQuantized ? 192 : 128) && !(kScoreMods && (kQuantized || kHeadDim <= 64));
-  static constexpr bool kShortLoop = kQueryInRegisters || (!kQuantized && kHeadDim == 192);  // of the full steps
+      kHeadDim <= (kTokenScales ? 96
+                   : kQuantized ? 192
+                                : 128) &&
+      !(kScoreMods && (kQuantized || kHeadDim <= 64));
+  static constexpr bool kShortLoop =  // of the full steps
+      kQueryInRegisters || (kHeadDim == 192 && !kQuantized) || (kHeadDim <= 192 && kTokenScales && !kScoreMods);
   // At once; else the output goes through its buffer.
   static constexpr bool kReleasesQuery = kQuantized && kQueryInRegisters;
   static constexpr bool kEarlyOutput = kHeadDim > 64 && kHeadDim <= 192;  // P V ends with the maxima
@@ -39,9 +43,7 @@ struct PrefillTraits {
                                                           : 4;
   static constexpr int kThreads = 128 * (kProducers + kConsumers);
   // Of 64 K registers every thread has an equal part at launch; the producers give most of theirs to the consumers.
-  static constexpr int kProducerRegisters = kProducers == 1                     ? (kQuantized ? 56 : 40)
-                                            : kHeadDim != 96 && kHeadDim != 256 ? 32
-                                                                                : 40;
+  static constexpr int kProducerRegisters = kProducers == 1 ? (kQuantized ? 56 : 40) : kHeadDim == 192 ? 48 : 40;
   static constexpr int kConsumerRegisters = kProducers == 1 ? (kQuantized ? 224 : 232) : 256 - kProducerRegisters;
 
   // K and V are laid out as [group of 8 rows][part][8 rows][128 bytes], swizzled by 128 bytes: a box of rows of a block
