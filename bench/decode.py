@@ -240,15 +240,24 @@ class Inputs:
         return lambda i: wrapper.run(self.query, batch.caches[i % self.sets], out=self.out)
 
 
+def find_nvcc() -> str | None:
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def build_ceiling() -> None:
+    """bench/decode_ceiling.cu with nvcc, into ``CEILING``."""
+    CEILING.parent.mkdir(exist_ok=True)
+    sources = [ROOT / "bench" / "decode_ceiling.cu", ROOT / "csrc/cuda/attention/sm90/tensor_map.cu"]
+    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90a,code=sm_90a"]
+    subprocess.run([find_nvcc(), *flags, "-shared", "-Xcompiler=-fPIC", "-o", CEILING, *sources], check=True)
+
+
 def ceiling_library() -> ctypes.CDLL | None:
-    """bench/decode_ceiling.cu, built on first use; None where that is not possible."""
+    """The library of ``build_ceiling``, built on first use; None where that is not possible."""
     if not CEILING.exists():
-        if shutil.which("nvcc") is None or torch.cuda.get_device_capability()[0] != 9:
+        if find_nvcc() is None or torch.cuda.get_device_capability()[0] != 9:
             return None
-        CEILING.parent.mkdir(exist_ok=True)
-        sources = [ROOT / "bench" / "decode_ceiling.cu", ROOT / "csrc/cuda/attention/sm90/tensor_map.cu"]
-        flags = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-Xcompiler=-fPIC"]
-        subprocess.run(["nvcc", *flags, "-o", CEILING, *sources], check=True)
+        build_ceiling()
     return ctypes.CDLL(str(CEILING))
 
 
