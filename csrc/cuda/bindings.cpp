@@ -163,7 +163,7 @@ struct CudaBackend {
                           const Tensor& src_on, const Tensor& dst_on, bool host_is_pinned) {
     const auto same_data = [](const BlockArray& a, const BlockArray& b) { return a.data == b.data; };
     if (same_device(src_on, dst_on) && std::equal(src.begin(), src.end(), dst.begin(), same_data))
-      return copy_blocks(src, pairs, src_on);
+      return copy_blocks(src, pairs, src_on);  // which orders chains and cycles
     const CopyDirection direction = src_on.is_cpu()   ? CopyDirection::kHostToDevice
                                     : dst_on.is_cpu() ? CopyDirection::kDeviceToHost
                                                       : CopyDirection::kDeviceToDevice;

@@ -134,13 +134,6 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, int b
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
-__device__ __forceinline__ void cp_async_16_or_zero(uint32_t dst, const void* src, bool read) {
-  asm volatile(
-      "{\n.reg .pred ignored;\nsetp.eq.u32 ignored, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, ignored;\n}" ::
-          "r"(dst),
-      "l"(src), "r"(static_cast<uint32_t>(read))
-      : "memory");
-}
 __device__ __forceinline__ void cp_async_8(uint32_t dst, const void* src, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }

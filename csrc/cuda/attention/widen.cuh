@@ -1,6 +1,8 @@
-// What the tensor cores multiply with an 8-bit cache: its elements as fp16, exactly, and 16-bit queries as fp16; and
-// the scale of a KV head.
+// What the tensor cores multiply with an 8-bit cache: its elements as fp16, exactly, and 16-bit queries as fp16; the
+// scale of a KV head.
 #pragma once
+
+#include <type_traits>
 
 #include "../../params.h"
 #include "ptx.cuh"
@@ -53,6 +55,17 @@ __device__ __forceinline__ uint2 widen4(uint32_t x) {
 // Two bf16 (or already fp16) to two fp16.
 __device__ __forceinline__ uint32_t to_half2(uint32_t x, bool is_bfloat) {
   return is_bfloat ? ptx::pack<__half>(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)) : x;
+}
+
+// Calls f with the type of a quantised cache as a constant.
+template <class F>
+__device__ __forceinline__ void for_cache_type(DType type, F f) {
+  if (type == DType::kFloat8E4M3)
+    f(std::integral_constant<DType, DType::kFloat8E4M3>());
+  else if (type == DType::kFloat8E5M2)
+    f(std::integral_constant<DType, DType::kFloat8E5M2>());
+  else
+    f(std::integral_constant<DType, DType::kInt8>());
 }
 
 // Of a KV head, where it does not vary from token to token; else 1.

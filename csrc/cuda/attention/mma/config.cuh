@@ -90,17 +90,6 @@ __device__ __forceinline__ uint32_t byte_swizzle(uint32_t row) {
   return (row >> 1 & 3) | (C::kCacheRowBytes > 64 ? (row & 1) << 2 : 0);
 }
 
-// Calls f with the type of a quantised cache as a constant.
-template <class F>
-__device__ __forceinline__ void for_cache_type(DType type, F f) {
-  if (type == DType::kFloat8E4M3)
-    f(std::integral_constant<DType, DType::kFloat8E4M3>());
-  else if (type == DType::kFloat8E5M2)
-    f(std::integral_constant<DType, DType::kFloat8E5M2>());
-  else
-    f(std::integral_constant<DType, DType::kInt8>());
-}
-
 // Where a chunk of a tile of Operand lies.
 template <class C>
 __device__ __forceinline__ uint32_t chunk_place(uint32_t row, uint32_t chunk) {

@@ -216,8 +216,8 @@ class Loader {
         const unsigned char* value = view.values + uint64_t{__shfl_sync(~0u, own_value, i, kRunRows) + chunk()} * 16;
         if constexpr (kPartial) {
           const bool read = chunks != kUnseen && chunk() * 16 < args_.p.head_dim * C::kCacheElementBytes;
-          ptx::cp_async_16_or_zero(to, key, read);
-          ptx::cp_async_16_or_zero(to + C::kStageBytes / 2, value, read);
+          ptx::cp_async_16(to, key, read ? 16 : 0);
+          ptx::cp_async_16(to + C::kStageBytes / 2, value, read ? 16 : 0);
         } else {
           ptx::cp_async_16(to, key);
           ptx::cp_async_16(to + C::kStageBytes / 2, value);

@@ -49,7 +49,7 @@ class PrefillConsumer : PrefillRows<Traits> {
   using typename Rows::T;
   static constexpr int kKeys = Traits::kKeys, kConsumers = Traits::kConsumers;
   static constexpr int kRowsAtOnce = Traits::kEarlyOutput ? 2 : 1;  // of the thread's two
-  // With Q in registers the compiler knows by itself what is uniform.
+  // With Q in registers the compiler knows by itself what is uniform; other 8-bit instances lack a register for it.
   static constexpr bool kMakesUniform = !Traits::kQueryInRegisters && (Traits::kTokenScales || !Traits::kQuantized);
 
   __device__ __forceinline__ void take_turn() { ptx::named_barrier_sync(kTurnBarrier + warpgroup(), 256); }

@@ -174,12 +174,7 @@ __device__ __forceinline__ void convert(const PrefillParams& p, PrefillSmem<Trai
 // By each of the warps that convert.
 template <class Traits>
 __device__ __forceinline__ void convert(const PrefillParams& p, PrefillSmem<Traits> smem, int warp) {
-  if (p.attention.cache_dtype == DType::kFloat8E4M3)
-    convert<Traits, DType::kFloat8E4M3>(p, smem, warp);
-  else if (p.attention.cache_dtype == DType::kFloat8E5M2)
-    convert<Traits, DType::kFloat8E5M2>(p, smem, warp);
-  else
-    convert<Traits, DType::kInt8>(p, smem, warp);
+  for_cache_type(p.attention.cache_dtype, [&](auto type) { convert<Traits, decltype(type)::value>(p, smem, warp); });
 }
 
 }  // namespace paged_attn::sm90
