@@ -81,17 +81,25 @@ class PagedKVCache:
         partial_match: bool = False,
         events: bool = False,
     ) -> None:
-        capacity.check_config(num_layers, num_kv_heads, head_dim, block_size, dtype, kv_dtype, kv_scale)
-        capacity.check_count("num_blocks", num_blocks, 1)
-        capacity.check_count("num_host_blocks", num_host_blocks, 0)
+        num_layers, num_kv_heads, head_dim, block_size = capacity.check_config(
+            num_layers, num_kv_heads, head_dim, block_size, dtype, kv_dtype, kv_scale
+        )
+        num_blocks = capacity.check_count("num_blocks", num_blocks, 1)
+        num_host_blocks = capacity.check_count("num_host_blocks", num_host_blocks, 0)
         if layout not in ("HND", "NHD"):
             raise ValueError(f'layout: expected "HND" or "NHD", got {layout!r}')
-        if not 0 <= watermark < 1:
-            raise ValueError(f"watermark: expected a share in [0, 1), got {watermark}")
+        if not isinstance(watermark, (int, float)) or not 0 <= watermark < 1:
+            raise ValueError(f"watermark: expected a share in [0, 1), got {watermark!r}")
+        switches = {"enable_prefix_caching": enable_prefix_caching, "partial_match": partial_match, "events": events}
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}: expected True or False, got {value!r}")
         self.num_layers, self.num_blocks, self.num_host_blocks = num_layers, num_blocks, num_host_blocks
         self.num_kv_heads, self.head_dim, self.block_size = num_kv_heads, head_dim, block_size
         self.dtype, self.kv_dtype, self.kv_scale, self.layout = dtype, kv_dtype, kv_scale, layout
         self.device = torch.empty(0, device=device).device
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device: expected cpu or cuda, got {self.device}")
         self.enable_prefix_caching = enable_prefix_caching
 
         self._storage = KVStorage(

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 KV_SCALES = ("tensor", "head", "token_head")
+MAX_HEAD_DIM = 256
 _SAME_FOR_ALL = {
     "num_blocks",
     "device",
@@ -22,9 +24,11 @@ _SAME_FOR_ALL = {
 }
 
 
-def check_count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+def check_count(name: str, value: int, least: int) -> int:
+    """``value`` as an int; block ids and positions are 32 bits wide."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value < 2**31:
+        raise ValueError(f"{name}: expected an integer of at least {least} and below 2**31, got {value!r}")
+    return int(value)
 
 
 def check_config(
@@ -35,12 +39,14 @@ def check_config(
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None,
     kv_scale: str,
-) -> None:
-    """Refuse a cache configuration by the name of what is wrong in it."""
-    check_count("num_layers", num_layers, 1)
-    check_count("num_kv_heads", num_kv_heads, 1)
-    check_count("head_dim", head_dim, 1)
-    check_count("block_size", block_size, 1)
+) -> tuple[int, int, int, int]:
+    """Refuse a cache configuration by the name of what is wrong in it; the four sizes as ints."""
+    num_layers = check_count("num_layers", num_layers, 1)
+    num_kv_heads = check_count("num_kv_heads", num_kv_heads, 1)
+    head_dim = check_count("head_dim", head_dim, 1)
+    block_size = check_count("block_size", block_size, 1)
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim: expected a multiple of 8 up to {MAX_HEAD_DIM}, as the ops take, got {head_dim}")
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
     if kv_dtype is not None and kv_dtype not in QUANTISED_DTYPES:
@@ -49,6 +55,7 @@ def check_config(
         raise ValueError(f"kv_scale: expected one of {', '.join(KV_SCALES)}, got {kv_scale!r}")
     if kv_dtype is None and kv_scale != "tensor":
         raise ValueError(f"kv_scale: {kv_scale!r} needs a quantised kv_dtype")
+    return num_layers, num_kv_heads, head_dim, block_size
 
 
 def bytes_per_block(
@@ -68,7 +75,9 @@ def bytes_per_block(
     """
     for name in others.keys() - _SAME_FOR_ALL:
         raise TypeError(f"bytes_per_block() got an unexpected keyword argument {name!r}")
-    check_config(num_layers, num_kv_heads, head_dim, block_size, dtype, kv_dtype, kv_scale)
+    num_layers, num_kv_heads, head_dim, block_size = check_config(
+        num_layers, num_kv_heads, head_dim, block_size, dtype, kv_dtype, kv_scale
+    )
     row = head_dim * (kv_dtype or dtype).itemsize
     if kv_dtype is not None and kv_scale == "token_head":
         row += torch.float32.itemsize
@@ -97,7 +106,7 @@ def blocks_in_budget(
     **options: Any,
 ) -> int:
     """Blocks that fit into a number of bytes (int) or a share of the device's free memory (float in (0, 1])."""
-    if isinstance(bytes_or_fraction, bool) or not isinstance(bytes_or_fraction, (int, float)):
+    if isinstance(bytes_or_fraction, bool) or not isinstance(bytes_or_fraction, (Integral, float)):
         raise ValueError(f"bytes_or_fraction: expected an int or a float, got {bytes_or_fraction!r}")
     if isinstance(bytes_or_fraction, float):
         if not 0 < bytes_or_fraction <= 1:
@@ -106,7 +115,7 @@ def blocks_in_budget(
         budget = int(bytes_or_fraction * free)
         what = f"{bytes_or_fraction} of {free} free bytes"
     else:
-        budget = bytes_or_fraction
+        budget = int(bytes_or_fraction)
         what = f"{budget} bytes"
     block = bytes_per_block(num_layers, num_kv_heads, head_dim, **options)
     if budget < block:

@@ -78,8 +78,14 @@ def test_impossible_budgets_are_refused(budget):
         ({"num_layers": 0}, "num_layers"),
         ({"num_blocks": 0}, "num_blocks"),
         ({"num_kv_heads": -1}, "num_kv_heads"),
+        ({"num_kv_heads": 0}, "num_kv_heads"),
         ({"head_dim": 2.5}, "head_dim"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"head_dim": 264}, "head_dim"),
         ({"block_size": 0}, "block_size"),
+        ({"block_size": 2**31}, "block_size"),
+        ({"num_blocks": 2**31}, "num_blocks"),
+        ({"num_blocks": "4"}, "num_blocks"),
         ({"dtype": torch.int8}, "dtype"),
         ({"kv_dtype": torch.float16}, "kv_dtype"),
         ({"kv_dtype": torch.int8, "kv_scale": "row"}, "kv_scale"),
@@ -87,11 +93,22 @@ def test_impossible_budgets_are_refused(budget):
         ({"layout": "DHN"}, "layout"),
         ({"num_host_blocks": -1}, "num_host_blocks"),
         ({"watermark": 1.0}, "watermark"),
+        ({"watermark": "1%"}, "watermark"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching"),
+        ({"partial_match": None}, "partial_match"),
+        ({"device": "meta"}, "device"),
     ],
 )
 def test_bad_configurations_are_refused_by_name(options, name):
     with pytest.raises(ValueError, match=f"^{name}:"):
         PagedKVCache(**{"num_layers": 1, "num_blocks": 4, "num_kv_heads": 1, "head_dim": 8, "device": "cpu", **options})
+
+
+def test_sizes_may_be_numpy_integers():
+    sizes = {"num_layers": 1, "num_blocks": 4, "num_kv_heads": 1, "head_dim": 8, "block_size": 2}
+    cache = PagedKVCache(**{name: np.int32(size) for name, size in sizes.items()}, device="cpu")
+    assert cache.layer(0)[0].shape == (4, 2, 1, 8)
+    assert PagedKVCache.from_budget(np.int64(1000), 1, 1, 8, block_size=2, device="cpu").num_blocks == 15
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])

@@ -62,7 +62,10 @@ def test_bad_traces_stop_with_one_line(tmp_path, content):
         main([*LLAMA, "--memory", "1GiB", "--trace", str(trace)])
 
 
-@pytest.mark.parametrize("options", [["--memory", "much"], ["--memory", "1GiB", "--block-sizes", "0"], []])
+@pytest.mark.parametrize(
+    "options",
+    [["--memory", "much"], ["--memory", "1GiB", "--block-sizes", "0"], ["--memory", "1GiB", "--head-dim", "100"], []],
+)
 def test_bad_options_are_refused(options):
     with pytest.raises(SystemExit):
         main([*LLAMA, *options])

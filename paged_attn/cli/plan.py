@@ -31,10 +31,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def head_dim(text: str) -> int:
+    size = positive(text)
+    if size % 8 or size > capacity.MAX_HEAD_DIM:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 8 up to {capacity.MAX_HEAD_DIM}, got {text!r}")
+    return size
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=positive, required=True)
     parser.add_argument("--kv-heads", type=positive, required=True)
-    parser.add_argument("--head-dim", type=positive, required=True)
+    parser.add_argument("--head-dim", type=head_dim, required=True)
     parser.add_argument("--memory", type=memory_size, required=True, help="for the cache, such as 40GiB")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--block-sizes", type=positive, nargs="+", default=[1, 8, 16, 32, 64, 128, 256])
