@@ -122,6 +122,7 @@ def paged_attention(
     else:
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
         _attention_out(*args, out=out, lse=lse)
+    _without_backward(out, lse)
     return (out, lse) if return_lse else out
 
 
@@ -282,11 +283,24 @@ def merge_attn_states(
         ValueError: shapes, dtypes or devices that do not fit together.
     """
     if out is None and out_lse is None:
-        return _merge(output_a, lse_a, output_b, lse_b)
+        merged = _merge(output_a, lse_a, output_b, lse_b)
+        _without_backward(*merged)
+        return merged
     out = torch.empty_like(output_a) if out is None else out
     out_lse = torch.empty_like(lse_a) if out_lse is None else out_lse
     _merge_out(output_a, lse_a, output_b, lse_b, out, out_lse)
     return out, out_lse
+
+
+def _without_backward(*results: Tensor | None) -> None:
+    """Let a backward pass through ``results`` fail, where torch would only warn and leave gradients out."""
+    for result in results:
+        if result is not None and result.requires_grad and not torch.compiler.is_compiling():
+            result.register_hook(_refuse_backward)
+
+
+def _refuse_backward(_: Tensor) -> None:
+    raise RuntimeError("paged_attn has no backward pass: call it under torch.no_grad() or torch.inference_mode()")
 
 
 def _as_list(name: str, caches: Sequence[Tensor] | Tensor) -> list[Tensor]:

@@ -240,3 +240,17 @@ def test_no_hidden_clone_of_the_cache(cuda):
     compiled(query, rows, rows, *caches, table, lengths, slots)
     cache_bytes = caches[0].numel() * caches[0].element_size()
     assert torch.cuda.max_memory_allocated() - before < cache_bytes / 4
+
+
+@pytest.mark.parametrize("through", ["output", "lse", "merged"])
+def test_a_backward_pass_is_refused(ops, through):
+    """Gradients that are not there would be taken for zeros."""
+    batch = peaky_batch([20, 5, 33], device=ops.device)
+    batch.query.requires_grad_()
+    output, lse = batch.run(ops.paged_attention, return_lse=True)
+    if through == "merged":
+        merged = ops.merge_attn_states(output, lse, output.detach(), lse.detach())
+        output, lse = merged[0], merged[1].detach()
+    loss = lse.sum() if through == "lse" else output.sum()
+    with pytest.raises(RuntimeError, match="no backward pass"):
+        (loss + batch.query.sum()).backward()
