@@ -50,6 +50,17 @@ def test_an_older_torch_is_named():
     assert "2.11" in message
 
 
+def test_an_older_transformers_is_named():
+    """Whatever that one lacks, the version is the first thing said."""
+    pytest.importorskip("transformers")
+    result = python(
+        "import transformers, sys; transformers.__version__ = '4.57.1'; sys.modules['transformers.cache_utils'] = None;"
+        "import paged_attn.integrations.transformers"
+    )
+    message = result.stderr.strip().splitlines()[-1]
+    assert message == "ImportError: paged_attn needs transformers 5.17 or newer, found 4.57.1"
+
+
 def copied(folder, *, without=()):
     """A second copy of the package."""
     ignored = shutil.ignore_patterns("__pycache__", *without)

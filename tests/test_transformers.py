@@ -7,6 +7,7 @@ import paged_attn
 
 from .tiny import ARCHITECTURES, generate, tiny_model, transformers
 
+import paged_attn.integrations.transformers as integration  # isort: skip
 from paged_attn.integrations.transformers import PagedCache, padding_mask, register  # isort: skip
 
 register()
@@ -147,6 +148,11 @@ def test_batch_selection(device):
     assert torch.equal(output[:, -1].argmax(-1), expected.argmax(-1))
 
 
+NEEDS_5_17 = pytest.mark.skipif(
+    not transformers.__version__.startswith("5.17."), reason="generate_batch() needs transformers 5.17"
+)
+
+
 # What is not offered is refused by name
 
 
@@ -161,7 +167,7 @@ def test_refusals(device):
             model(ids, attention_mask=torch.zeros(1, 1, 4, 4, device=device))
         with pytest.raises(ValueError, match="position_bias"):
             model(ids, position_bias=torch.zeros(1, 4, 4, 4, device=device))
-        with pytest.raises(ValueError, match="packed_sequence_mask_function"):
+        with pytest.raises(ValueError, match="packed_sequence"):
             model(ids, position_ids=torch.tensor([[0, 1, 0, 1]], device=device), use_cache=False)
 
 
@@ -212,15 +218,25 @@ def check_generate_batch(device: str, architecture: str, **options) -> None:
     assert [list(output.generated_tokens) for output in outputs.values()] == expected
 
 
+def test_newer_versions_have_no_generate_batch(monkeypatch):
+    """Only 5.17 hands its pool to another attention."""
+    monkeypatch.setattr(integration, "TRANSFORMERS_VERSION", (5, 18))
+    with pytest.raises(ValueError, match=r"decode_tables: generate_batch\(\) needs transformers 5\.17"):
+        register(decode_tables=True)
+
+
+@NEEDS_5_17
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt_oss"])
 def test_generate_batch_equals_eager(device, architecture):
     check_generate_batch(device, architecture)
 
 
+@NEEDS_5_17
 def test_generate_batch_in_cuda_graphs(cuda):
     check_generate_batch(cuda, "llama", use_cuda_graph=True, use_async_batching=True)
 
 
+@NEEDS_5_17
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_generate_batch_with_decode_tables(device, architecture, monkeypatch):
     """Asked for, transformers hands over block tables; models with sliding layers go on without."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import transformers
 from torch import Tensor
+
+TRANSFORMERS_VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+if TRANSFORMERS_VERSION < (5, 17):
+    raise ImportError(f"paged_attn needs transformers 5.17 or newer, found {transformers.__version__}")
 
 # Keywords that say nothing about the scores of this library's callers: names transformers passes along.
 _WITHOUT_EFFECT = {

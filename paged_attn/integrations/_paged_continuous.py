@@ -31,7 +31,7 @@ _tables: WeakKeyDictionary[Any, dict[int, tuple[Tensor, Tensor, Tensor]]] = Weak
 def ask_for_decode_tables(name: str) -> None:
     """Let transformers hand block tables to ``name`` in steps of decodes alone.
 
-    transformers 5.17 does that for its flash attentions only; this replaces the function that decides. Without, the
+    transformers does that for its flash attentions only; this replaces the function that decides. Without, the
     table is derived from the slots of all tokens, which have to be uploaded each step.
     """
     from transformers.generation.continuous_batching import initialization

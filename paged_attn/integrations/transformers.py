@@ -7,7 +7,8 @@
     model.generate(**inputs, past_key_values=paged.PagedCache.for_model(model, num_blocks=1024))    # our pages
 
 Continuous batching: ``model.set_attn_implementation("paged|paged_attn")`` and ``model.generate_batch(...)``.
-Tested with transformers 5.17. What a model asks of its attention and the ops do not offer is refused by name.
+Tested with transformers 5.17 to 5.24, ``generate_batch`` with 5.17 alone: later ones take no attention there but their
+own. What a model asks of its attention and the ops do not offer is refused by name.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 
 import paged_attn
-from paged_attn.integrations._options import AttentionOptions
+from paged_attn.integrations._options import TRANSFORMERS_VERSION, AttentionOptions
 from paged_attn.integrations._paged_cache import PagedCache, StepCache, cache_shape, pending_update, scale_options
 from paged_attn.integrations._paged_continuous import ask_for_decode_tables, continuous_attention
 
@@ -29,17 +30,25 @@ NAME = "paged_attn"
 
 
 def register(*, decode_tables: bool = False) -> None:
-    """Make ``attn_implementation="paged_attn"`` and ``"paged|paged_attn"`` known to transformers; may be repeated.
+    """Make ``attn_implementation="paged_attn"`` known to transformers; may be repeated.
+
+    With transformers 5.17 also ``"paged|paged_attn"``, for ``generate_batch()``.
 
     Args:
         decode_tables: for ``generate_batch()``, get block tables in steps of decodes alone. It replaces a function
-            inside transformers 5.17, for good, with an effect on ``"paged|paged_attn"`` only.
+            inside transformers, for good, with an effect on ``"paged|paged_attn"`` only.
+
+    Raises:
+        ValueError: ``decode_tables`` with a transformers newer than 5.17.
     """
-    if decode_tables:
-        ask_for_decode_tables(f"paged|{NAME}")
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, padding_mask)
-    AttentionInterface.register(f"paged|{NAME}", continuous_attention)
+    transformers.AttentionInterface.register(NAME, attention_forward)
+    transformers.AttentionMaskInterface.register(NAME, padding_mask)
+    if TRANSFORMERS_VERSION == (5, 17):
+        transformers.AttentionInterface.register(f"paged|{NAME}", continuous_attention)
+        if decode_tables:
+            ask_for_decode_tables(f"paged|{NAME}")
+    elif decode_tables:
+        raise ValueError(f"decode_tables: generate_batch() needs transformers 5.17, found {transformers.__version__}")
 
 
 @torch.compiler.disable
