@@ -328,3 +328,19 @@ def test_steps_of_fixed_size(device, architecture, monkeypatch):
     assert {key for key, _ in engine.runner.graphs.graphs} == {True, False}
     assert engine.stats().preemptions > 0
     check_empty(engine)
+
+
+def test_a_model_that_cannot_be_captured_runs_without_graphs(device, monkeypatch):
+    """One warning, which says what to do about it, and the same tokens."""
+    from paged_attn.engine import graphs
+
+    def record(self, step):
+        raise graphs.CaptureFailed("operation not permitted")
+
+    monkeypatch.setattr(graphs.StepGraphs, "_record", record)
+    prompts, params = random_requests(4, seed=6)
+    engine = make_engine("llama", device, num_blocks=60, cuda_graphs=True)
+    with pytest.warns(UserWarning, match=r"cuda_graphs.*cuda_graphs=False.*operation not permitted") as warned:
+        completions = engine.generate(prompts, params)
+    assert len(warned) == 1
+    assert [c.token_ids for c in completions] == expected_tokens("llama", device, prompts, params)

@@ -77,7 +77,11 @@ class Runner:
             try:
                 return self.graphs.run(batch, step.is_decode, ids, sources, logit_rows)
             except CaptureFailed as error:
-                warnings.warn(f"cuda_graphs: this model cannot be captured and runs without: {error}", stacklevel=2)
+                warnings.warn(
+                    "cuda_graphs: the model's forward pass does something that cannot be captured, so its kernels are "
+                    f"launched one by one; Engine(cuda_graphs=False) asks for that. Torch says: {error}",
+                    stacklevel=2,
+                )
                 self.graphs = None
         return self.forward(
             Inputs(
