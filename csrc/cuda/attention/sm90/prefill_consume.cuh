@@ -3,7 +3,8 @@
 // Step j: issue S = Q K_j, issue O += P V_(j+1), wait for S, softmax(S) while P V runs, wait for it, rescale O, pack P.
 // With kEarlyOutput O is waited for once the maxima of S are found, since P V has ended by then: the rest is one
 // stretch of arithmetic in which the special functions never pause.  The two warpgroups take turns in issuing, so that
-// one does softmax while the other has the tensor cores.
+// one does softmax while the other has the tensor cores.  Where softmax is longer than the products (kLateTurn), a turn
+// lasts until the maxima are found, which keeps the warpgroups half a step apart.
 #pragma once
 
 #include "../widen.cuh"
@@ -146,7 +147,7 @@ class PrefillConsumer : PrefillRows<Traits> {
     if constexpr (kMakesUniform) steps_ = uniform(steps_);
     issue_scores();
     issue_output(step + 1);
-    pass_turn();
+    if constexpr (!Traits::kLateTurn) pass_turn();
     wgmma_wait<1>();
     pin(s_);
     release_key();
@@ -155,6 +156,7 @@ class PrefillConsumer : PrefillRows<Traits> {
 #pragma unroll
       for (int r = 0; r < 2; r += kRowsAtOnce) find_maxima<kMasked>(r);
       change_unit();
+      if constexpr (Traits::kLateTurn) pass_turn();
       hold<Traits::kProducers == 2>(output_rescale_[0] + output_rescale_[1]);
       finish_output();
       load_value_scales();
