@@ -27,14 +27,16 @@ __device__ __forceinline__ void load_staged(const CUtensorMap* map, int column, 
                         piece.block, 0, barrier);
 }
 
-// K and V of all steps of a tile, by one warp.
-template <class Traits>
+// K and V of all steps of a tile, by one warp.  `near_end` is called once, kWantedSteps before the end.
+template <class Traits, class NearEnd>
 __device__ __forceinline__ void load_staged(const PrefillParams& p, const CUtensorMap* key_map,
                                             const CUtensorMap* value_map, PrefillSmem<Traits> smem,
-                                            StagingRing<Traits>& staging, const TileRows& tile, const Steps& steps) {
+                                            StagingRing<Traits>& staging, const TileRows& tile, const Steps& steps,
+                                            NearEnd near_end) {
   PieceWalk<Traits> piece(p, tile, steps);
 #pragma unroll 1
   for (int step = steps.last; step >= steps.first; --step) {
+    if (step == steps.near_end()) near_end();
     piece.go_to(step);
 #pragma unroll 1
     for (int column = 0; column < Traits::kHeadDim; column += Traits::kStagedColumns) {
@@ -54,7 +56,7 @@ __device__ __forceinline__ void produce_staged(const PrefillParams& p, const CUt
   while (true) {
     tiles.wait();
     if (tiles.rows().seq < 0) break;
-    load_staged<Traits>(p, key_map, value_map, smem, staging, tiles.rows(), tiles.steps());
+    load_staged<Traits>(p, key_map, value_map, smem, staging, tiles.rows(), tiles.steps(), [&] { want_tile(smem); });
     tiles.release();
   }
 }
@@ -64,8 +66,9 @@ template <class Traits>
 __device__ __forceinline__ void produce_tiles_staged(const PrefillParams& p, const CUtensorMap* key_map,
                                                      const CUtensorMap* value_map, PrefillSmem<Traits> smem) {
   StagingRing<Traits> staging;
-  produce_tiles<Traits>(
-      p, smem, [&](const Tile& tile) { load_staged<Traits>(p, key_map, value_map, smem, staging, tile, tile.steps); });
+  produce_tiles<Traits>(p, smem, [&](const Tile& tile, auto take) {
+    load_staged<Traits>(p, key_map, value_map, smem, staging, tile, tile.steps, take);
+  });
 }
 
 // A warp's share of a slot, kParts of 64 columns: one group of 8 rows in kWarps.  Rows outside of begin .. end - 1

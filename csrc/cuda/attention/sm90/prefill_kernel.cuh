@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::mbarrier_init(smem.tile_full(i), 1);
       ptx::mbarrier_init(smem.tile_empty(i), TileRing<Traits>::kReaders * (TileRing<Traits>::kLanesArrive ? 32 : 1));
     }
+    ptx::mbarrier_init(smem.tile_wanted(), 1);
     for (int i = 0; i < Traits::kQueryBuffers; ++i)
       for (int w = 0; w < Traits::kConsumers; ++w) {
         ptx::mbarrier_init(smem.query_full(i, w), 32);
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     give_registers<Traits::kProducerRegisters>();
     if constexpr (Traits::kTokenScales) {
       if (warp == 0)
-        produce_tiles<Traits>(p, smem, [](const Tile&) {});
+        produce_tiles<Traits>(p, smem);
       else if (warp == 1)
         produce_queries<Traits>(p, smem);
       else if (warp == 2)
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       else
         convert<Traits>(p, smem, warp - 1);
     } else if (warp == 0) {
-      produce_tiles<Traits>(p, smem, [](const Tile&) {});
+      produce_tiles<Traits>(p, smem);
     } else if (warp == 1) {
       produce_keys<Traits>(p, &key_map, smem);
     } else if (warp == 2) {

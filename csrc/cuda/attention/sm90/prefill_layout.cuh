@@ -81,7 +81,7 @@ struct PrefillTraits {
   static constexpr int kScaleOffset = kTileOffset + kTileSlots * kTileBytes;
   static constexpr int kBarrierOffset = kScaleOffset + kStages * kScaleBytes;
   static constexpr int kStageBarriers = (kTokenScales ? 6 : 4) * kStages;
-  static constexpr int kTileBarriers = 2 * kTileSlots;
+  static constexpr int kTileBarriers = 2 * kTileSlots + 1;
   static constexpr int kBarriers = kStageBarriers + kTileBarriers + 2 * kConsumers * kQueryBuffers + 2 * kStagingSlots;
   static constexpr int kSmemBytes = kBarrierOffset + kBarriers * 8;
   static_assert(kSmemBytes <= 227 * 1024);
@@ -118,6 +118,8 @@ struct PrefillSmem {
   __device__ uint32_t scales_empty(int stage) const { return barrier(5 * Traits::kStages + stage); }
   __device__ uint32_t tile_full(int slot) const { return barrier(Traits::kStageBarriers + slot); }
   __device__ uint32_t tile_empty(int slot) const { return barrier(Traits::kStageBarriers + Traits::kTileSlots + slot); }
+  // Who loads a tile has come near its end: the next one may be taken.
+  __device__ uint32_t tile_wanted() const { return barrier(Traits::kStageBarriers + 2 * Traits::kTileSlots); }
   __device__ uint32_t query_full(int buffer, int warpgroup) const {
     return barrier(kQueryBarriers + buffer * Traits::kConsumers + warpgroup);
   }

@@ -9,8 +9,7 @@
 
 namespace paged_attn::sm90 {
 
-// The tiles of the CTA, through a ring of kTileSlots.  Consumers keep a slot until they are done with its tile, so a
-// tile is taken no earlier than the one before it is begun.
+// The tiles of the CTA, through a ring of kTileSlots.  Consumers keep a slot until they are done with its tile.
 template <class Traits>
 struct TileRing {
   static constexpr int kReaders = Traits::kThreads / 32 - 1;  // warps: all but the one that writes
@@ -118,15 +117,17 @@ class PieceWalk {
   int next_place_, next_slot_, next_block_;  // place: in the table
 };
 
-// One tile's keys or values.
-template <class Traits, class Full, class Empty, class Data>
+// One tile's keys or values.  `near_end` is called once, kWantedSteps before the end.
+template <class Traits, class Full, class Empty, class Data, class NearEnd>
 __device__ __forceinline__ void load_blocks(const PrefillParams& p, const CUtensorMap* map, const Tile& tile,
-                                            RingPosition<Traits::kStages>& ring, Full full, Empty empty, Data data) {
+                                            RingPosition<Traits::kStages>& ring, Full full, Empty empty, Data data,
+                                            NearEnd near_end) {
   const Steps steps = tile.steps;
-  if (steps.last < steps.first) return;
+  if (steps.none()) return;
   PieceWalk<Traits> piece(p, tile, steps);
 #pragma unroll 1
   for (int step = steps.last; step >= steps.first; --step) {
+    if (step == steps.near_end()) near_end();
     piece.go_to(step);
     ptx::mbarrier_wait(empty(ring.slot()), ring.parity() ^ 1);
     const uint32_t barrier = full(ring.slot()), dst = data(ring.slot()) + piece.row() / 8 * Traits::kRowGroupBytes;
@@ -146,7 +147,14 @@ __device__ __forceinline__ void load_blocks(const PrefillParams& p, const CUtens
   }
 }
 
-// `load` is called with every tile, once it has been passed on.
+// By the whole warp that loads a tile, near its end.
+template <class Traits>
+__device__ __forceinline__ void want_tile(PrefillSmem<Traits> smem) {
+  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.tile_wanted());
+}
+
+// A tile is taken no earlier than the loads of the one before are near their end: whoever held one in advance would
+// keep it from a CTA that has none.  `load` loads a tile, or waits for those who do, and takes the next one in between.
 template <class Traits, class Load>
 __device__ __forceinline__ void produce_tiles(const PrefillParams& p, PrefillSmem<Traits> smem, Load load) {
   TileRing<Traits> tiles{smem};
@@ -154,20 +162,34 @@ __device__ __forceinline__ void produce_tiles(const PrefillParams& p, PrefillSme
   const int lane = threadIdx.x % 32;
   // Beside the decode kernel many CTAs start late: then the first tile comes from the counter too.
   const int given = p.range.side_by_side ? 0 : gridDim.x;
+  unsigned taken = blockIdx.x;
   // Of lane 0, which waits for it where it is used: the result of an atomicAdd would be awaited at once, for all lanes.
-  const auto take = [&] { return lane == 0 ? given + atomicInc(p.counters, ~1u) + 1u : 0; };  // ~0 becomes 0
-  unsigned taken = given > 0 ? blockIdx.x : take();
+  const auto take = [&] { taken = lane == 0 ? given + atomicInc(p.counters, ~1u) + 1u : 0; };  // ~0 becomes 0
+  if (given == 0) take();
   while (true) {
     Tile tile;
     const bool found = list.find(static_cast<int>(__shfl_sync(~0u, taken, 0)), tile);
     if (found) tiles.write(tile);
     if (tile.seq < 0) break;
-    taken = take();
-    if (found) load(tile);
+    if (found && !tile.steps.none())
+      load(tile, take);
+    else
+      take();
   }
   // The last CTA restores the counters: every other one has taken its last tile.
   if (lane == 0 && atomicAdd(p.counters + 1, 1u) + 1u == gridDim.x - 1) p.counters[0] = p.counters[1] = ~0u;
   if (p.range.side_by_side) ptx::pdl_wait();  // the end of this kernel is the end of both
+}
+
+// Where other warps load.
+template <class Traits>
+__device__ __forceinline__ void produce_tiles(const PrefillParams& p, PrefillSmem<Traits> smem) {
+  uint32_t parity = 0;
+  produce_tiles<Traits>(p, smem, [&](const Tile&, auto take) {
+    ptx::mbarrier_wait(smem.tile_wanted(), parity);
+    parity ^= 1;
+    take();
+  });
 }
 
 template <class Traits>
@@ -177,7 +199,7 @@ __device__ __forceinline__ void produce_keys(const PrefillParams& p, const CUten
   for (Tile tile = tiles.next(); tile.seq >= 0; tile = tiles.next())
     load_blocks<Traits>(
         p, map, tile, ring, [&](int i) { return smem.key_full(i); }, [&](int i) { return smem.key_empty(i); },
-        [&](int i) { return smem.key(i); });
+        [&](int i) { return smem.key(i); }, [&] { want_tile(smem); });
 }
 
 template <class Traits>
@@ -188,7 +210,7 @@ __device__ __forceinline__ void produce_values(const PrefillParams& p, const CUt
   for (Tile tile = tiles.next(); tile.seq >= 0; tile = tiles.next())
     load_blocks<Traits>(
         p, map, tile, ring, [&](int i) { return smem.value_full(i); }, [&](int i) { return smem.value_empty(i); },
-        [&](int i) { return smem.value(i); });
+        [&](int i) { return smem.value(i); }, [] {});
 }
 
 // The rows of a tile.  Those past the sequence, and columns past head_dim, become 0.

@@ -17,9 +17,10 @@
 namespace paged_attn::sm90 {
 
 constexpr int kWarpgroupRows = 64;
-constexpr int kRowWarps = 8;    // of a tile, 16 rows each
-constexpr int kMaxGroup = 512;  // so that row_of is exact
-constexpr int kLeastSteps = 8;  // of a piece of a tile that is cut by keys
+constexpr int kRowWarps = 8;     // of a tile, 16 rows each
+constexpr int kMaxGroup = 512;   // so that row_of is exact
+constexpr int kLeastSteps = 8;   // of a piece of a tile that is cut by keys
+constexpr int kWantedSteps = 8;  // of a tile that are still to be loaded when the next one is taken
 
 // What follows from x is worked out anew from here on, not kept in registers that are lacking.
 template <class T>
@@ -54,6 +55,8 @@ struct PrefillParams {
 // The steps of kKeys keys that a tile walks, from the last down to the first; none where last < first.
 struct Steps {
   int first, last;
+  __device__ __forceinline__ bool none() const { return last < first; }
+  __device__ __forceinline__ int near_end() const { return min(last, first + kWantedSteps - 1); }  // of those to load
 };
 
 // The pieces of a tile, `slot` being that of this one.
@@ -127,9 +130,9 @@ __device__ __forceinline__ Steps tile_steps(const PrefillParams& p, const TileRo
   return {keys.any_begin / kKeys, (keys.any_end - 1) / kKeys};
 }
 
-// All tiles, one sequence after the other; in a sequence the last tile of every head, then the last but one, and so on:
-// with a causal mask the longest come first, and all heads read the same blocks at about the same time.  Used by a
-// whole warp, with indices that never decrease: lane i holds sequence `base_seq + i`.
+// All tiles, one sequence after the other, of 32 in turn the longest first; in a sequence the last tile of every head,
+// then the last but one, and so on: with a causal mask the longest come first, and all heads read the same blocks at
+// about the same time.  Used by a whole warp, with indices that never decrease: lane i holds sequence `base_seq + i`.
 //
 // When the grid has been filled a whole number of times, the tiles left over are cut by keys, into as many pieces as
 // there are CTAs for each of them.  Pieces at about the same keys of a head run at the same time and read the same
@@ -163,8 +166,9 @@ class TileList {
       }
       load_window();
     }
-    const int lane = __ffs(__ballot_sync(~0u, index - base_ < end_)) - 1;
-    const int local = index - base_ - __shfl_sync(~0u, end_ - tiles_, lane), order = p_.by_heads.quotient(local);
+    const int in_window = index - base_;
+    const int lane = __ffs(__ballot_sync(~0u, in_window >= end_ - tiles_ && in_window < end_)) - 1;
+    const int local = in_window - __shfl_sync(~0u, end_ - tiles_, lane), order = p_.by_heads.quotient(local);
     t.seq = base_seq_ + lane;
     t.kv_head = local - order * p_.attention.num_kv_heads;
     t.q_begin = __shfl_sync(~0u, q_begin_, lane);
@@ -208,14 +212,20 @@ class TileList {
     return mine ? num_tiles(q_len_) * a.num_kv_heads : 0;
   }
   __device__ void load_window() {
-    tiles_ = load(base_seq_ + threadIdx.x % 32);
-    end_ = warp_inclusive_sum(tiles_);
-    total_ = __shfl_sync(~0u, end_, 31);
+    const int lane = threadIdx.x % 32;
+    tiles_ = load(base_seq_ + lane);
+    end_ = total_ = 0;
+    for (unsigned rest = __ballot_sync(~0u, tiles_ > 0); rest != 0; rest &= rest - 1) {
+      const int other = __ffs(rest) - 1;
+      const int tiles = __shfl_sync(~0u, tiles_, other), seq_len = __shfl_sync(~0u, seq_len_, other);
+      if (seq_len > seq_len_ || (seq_len == seq_len_ && other <= lane)) end_ += tiles;
+      total_ += tiles;
+    }
   }
 
   const PrefillParams& p_;
   int base_seq_ = 0, base_ = 0, total_;  // tiles before base_seq_, and of the 32 sequences from there
-  int tiles_, end_;                      // of this lane's sequence; tiles up to and including it
+  int tiles_, end_;                      // of this lane's sequence; tiles of the window up to and including it
   int q_begin_, q_len_, seq_len_;
   int whole_ = INT_MAX, most_pieces_ = 1;
 };
