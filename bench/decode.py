@@ -94,6 +94,8 @@ def variants() -> list[Case]:
         "D 80": {"head_dim": 80, "seq_lens": [1632] * 64},
         "D 112": {"head_dim": 112, "seq_lens": [1168] * 64},
         "D 160": {"head_dim": 160, "seq_lens": [816] * 64},
+        "D 80, NHD": {"head_dim": 80, "seq_lens": [1632] * 64, "layout": "NHD"},
+        "D 96, NHD": {"head_dim": 96, "seq_lens": [1360] * 64, "layout": "NHD"},
         "D 192": {"head_dim": 192, "seq_lens": [688] * 64},
         "D 256": {"head_dim": 256, "seq_lens": [512] * 64},
         "fp16": {"dtype": torch.float16, "kv_dtype": torch.float16},

@@ -193,6 +193,28 @@ def test_few_queries_on_a_long_context(attention_ops, head_dim, option):
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"window_size": 40}], ids=["plain", "window"])
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+@pytest.mark.parametrize("head_dim", [80, 96, 112, 128, 160])
+@pytest.mark.parametrize("cache_dtype", [torch.float16, torch.bfloat16, *QUANTISED_DTYPES], ids=str)
+def test_heads_that_share_stages(attention_ops, cache_dtype, head_dim, block_size, options):
+    """Sequences enough for decode on Hopper to read several heads of a block together, in lines of 128 bytes in NHD."""
+    check_attention(
+        attention_ops,
+        [0, 1, 15, 16, 17, 700, *range(20, 150, 10), 2],
+        options=options,
+        dtype=torch.float16 if cache_dtype == torch.float16 else torch.bfloat16,
+        cache_dtype=cache_dtype,
+        scale_kind="head" if cache_dtype in QUANTISED_DTYPES else None,
+        head_dim=head_dim,
+        block_size=block_size,
+        num_heads=12,
+        num_kv_heads=4,
+        layout="interleaved" if block_size == 16 else "NHD",
+        garbage="num_blocks",
+    )
+
+
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_large_scores(attention_ops, dtype, step):

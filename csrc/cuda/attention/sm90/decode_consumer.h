@@ -94,8 +94,10 @@ struct Consumer {
   __device__ __forceinline__ void convert_query(uint32_t buffer, int num_rows) const {
     if (a.p.dtype != DType::kBFloat16) return;
     constexpr int kPieces = kHeadDim / 4;  // of 8 bytes
-    for (int i = threadIdx.x; i < num_rows * kPieces; i += Traits::kWarps * 32) {
-      const uint32_t address = buffer + i / kPieces * Traits::kQueryPitch + i % kPieces * 8;
+    for (int i = threadIdx.x; i < Traits::kHeads * num_rows * kPieces; i += Traits::kWarps * 32) {
+      const int row = i / kPieces, head = Traits::kHeads == 1 ? 0 : row / num_rows;
+      const uint32_t address =
+          buffer + (row + head * (Traits::kRows - num_rows)) * Traits::kQueryPitch + i % kPieces * 8;
       const uint2 x = ptx::load_shared_v2(address);
       ptx::store_shared_v2(address, make_uint2(to_half2(x.x, true), to_half2(x.y, true)));
     }

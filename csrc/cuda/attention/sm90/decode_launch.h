@@ -7,8 +7,9 @@
 
 namespace paged_attn::sm90 {
 
-// Dimensions: kSwizzle bytes of a row, slot, chunk of the row, head, block.  Layouts differ in strides alone.  kDense:
-// 128 bytes of the block, as many of them as there are, 1, head, block.
+// Dimensions: kSwizzle bytes of a row, slot, chunk of the row, head, block; NHD and HND differ in strides alone.
+// kBlockLines: 128 bytes of the block, as many of them as there are, 1, head, block.  kTokenLines: 128 bytes of kHeads
+// heads, as many of them as there are, slot, heads, block.
 template <class Traits>
 CUtensorMap cache_map(const void* base, const AttentionParams& p, const BlockStrides& strides, int box_tokens) {
   constexpr int kElement = sizeof(typename Traits::Cache);
@@ -23,7 +24,14 @@ CUtensorMap cache_map(const void* base, const AttentionParams& p, const BlockStr
   spec.strides = {bytes(strides.slot, p.block_size), Traits::kSwizzle, bytes(strides.head, p.num_kv_heads),
                   bytes(strides.block, p.num_blocks)};
   spec.box = {chunk, static_cast<uint32_t>(box_tokens), Traits::kChunks, Traits::kHeads, 1};
-  if (Traits::kDense) {
+  if (Traits::kRowOrder == RowOrder::kTokenLines) {
+    constexpr int kLines = Traits::kTokenPitch / 128;
+    const int head_groups = p.num_kv_heads / Traits::kHeads;
+    spec.sizes = {chunk, kLines, spec.sizes[1], static_cast<uint64_t>(head_groups), spec.sizes[4]};
+    spec.strides = {128, spec.strides[0], bytes(strides.head * Traits::kHeads, head_groups), spec.strides[3]};
+    spec.box = {chunk, kLines, spec.box[1], 1, 1};
+  }
+  if (Traits::kRowOrder == RowOrder::kBlockLines) {
     spec.sizes[1] = spec.sizes[1] * Traits::kRowBytes / 128, spec.sizes[2] = 1, spec.strides[0] = 128;
     spec.box[1] = spec.box[1] * Traits::kRowBytes / 128, spec.box[2] = 1;
   }

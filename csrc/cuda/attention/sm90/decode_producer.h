@@ -2,8 +2,8 @@
 //
 // Each walks the whole share of its CTA over the ends of items, so the ring never drains there, and looks up page ids
 // one batch of 32 boxes ahead: a lane a box.  Stage i holds K then V of a tile, each as
-// [box][head][chunk][token][kSwizzle bytes], or with kDense [box][head][token][kRowBytes], swizzled.  Only boxes that
-// hold a visible key are asked for, and the barrier expects the bytes of those alone.
+// boxes in the order of RowOrder, swizzled.  Only boxes that hold a visible key are asked for, and the barrier expects
+// the bytes of those alone.
 #pragma once
 
 #include "decode_merge.h"
@@ -125,7 +125,11 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
   const int boxes = 1 << boxes_shift, stages_per_batch = 32 >> boxes_shift;
   const int box_bytes = (Traits::kHeads * Traits::kRowBytes) << a.box_shift;
   const int my_stage = lane >> boxes_shift, my_box = lane & (boxes - 1);
-  const auto coordinate = [](const Box& b) { return Traits::kDense ? b.row * Traits::kRowBytes / 128 : b.row; };
+  const auto place = [](const Box& b) {  // coordinates 1 to 3 of cache_map
+    if (Traits::kRowOrder == RowOrder::kTokenLines) return make_int3(0, b.row, b.head_group);
+    const int row = Traits::kRowOrder == RowOrder::kBlockLines ? b.row * Traits::kRowBytes / 128 : b.row;
+    return make_int3(row, 0, b.head_group * Traits::kHeads);
+  };
   const uint64_t policy = ptx::l2_evict_first();  // every byte is read once
   if (!early) ptx::pdl_wait();
   Walk<Traits> w = make_walk<Traits>(a);
@@ -140,8 +144,10 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
   // L2 is coherent: what the kernel ahead still writes to these blocks is seen by the loads below.  Prefetches queue
   // ahead of the loads: half a ring of them where the share is short, and none once the kernel ahead has ended.
   const int prefetched = w.chunk > 8 * Traits::kStages ? Traits::kStages : Traits::kStages / 2;
-  if (early && now.present && my_stage < prefetched && !ptx::mbarrier_test(ring.ended, 0))
-    ptx::tensor_prefetch_5d(map, 0, coordinate(now), 0, now.head_group * Traits::kHeads, now.page);
+  if (early && now.present && my_stage < prefetched && !ptx::mbarrier_test(ring.ended, 0)) {
+    const int3 at = place(now);
+    ptx::tensor_prefetch_5d(map, 0, at.x, at.y, at.z, now.page);
+  }
   Cursor stage, query;
   for (bool more = true; more;) {
 #pragma unroll 1
@@ -166,8 +172,8 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
       }
       if (my_stage == i && now.present) {
         const uint32_t dst = ring.stages + stage.index * Traits::kStageBytes + tensor * Traits::kTensorBytes;
-        ptx::tensor_load_5d(dst + my_box * box_bytes, map, 0, coordinate(now), 0, head_group * Traits::kHeads, now.page,
-                            full, policy);
+        const int3 at = place(now);
+        ptx::tensor_load_5d(dst + my_box * box_bytes, map, 0, at.x, at.y, at.z, now.page, full, policy);
       }
       if constexpr (Traits::kTokenScales) {
         const ScaleView& scale = tensor ? a.p.v_scale : a.p.k_scale;

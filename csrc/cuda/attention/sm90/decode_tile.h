@@ -51,14 +51,15 @@ struct LaneMap {
   uint32_t chunk_stride, tile_stride;  // of chunks, and of 16 tokens
 
   __device__ __forceinline__ static uint32_t piece(uint32_t row, uint32_t column) {  // TMA's swizzle
-    if (Traits::kDense) return column * 16;                                          // see step
+    if (Traits::kInLines) return column * 16;                                        // see step
     const uint32_t mask = Traits::kSwizzle / 16 - 1;
     return (column ^ (row * Traits::kSwizzle / 128 & mask)) * 16;
   }
   // `token` of the tile, `head` slot of the stage.
   __device__ __forceinline__ static uint32_t row_offset(const DecodeArgs& a, int head, int token) {
     const int box = token >> a.box_shift, row = token & ((1 << a.box_shift) - 1);
-    return ((box * Traits::kHeads + head) << a.box_shift) * Traits::kRowBytes + row * Traits::kTokenPitch;
+    const int head_offset = Traits::kRowOrder == RowOrder::kTokenLines ? head : head << a.box_shift;
+    return ((box * Traits::kHeads << a.box_shift) + head_offset) * Traits::kRowBytes + row * Traits::kTokenPitch;
   }
   __device__ __forceinline__ LaneMap(const DecodeArgs& a, int head, int first_token) {
     const int lane = threadIdx.x % 32;
@@ -81,7 +82,7 @@ struct LaneMap {
   }
   // The 32 bytes number `step` of the row, given the address of the first.
   __device__ __forceinline__ uint32_t step(uint32_t address, int step) const {
-    if (Traits::kDense) return (address + step * 32) ^ ((address + step * 32) >> 3 & 0x70);
+    if (Traits::kInLines) return (address + step * 32) ^ ((address + step * 32) >> 3 & 0x70);
     constexpr int kSteps = Traits::kSwizzle / 32;
     return (address ^ (step % kSteps * 32)) + step / kSteps * chunk_stride;
   }

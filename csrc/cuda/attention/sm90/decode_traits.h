@@ -36,26 +36,38 @@ struct DecodeArgs {
 constexpr int kMaxParts = 16;        // batch_invariant: parts of an item
 constexpr int kMinPartTokens = 512;  // batch_invariant: least tokens in a part
 
+// How the rows of a stage lie, [box] first.  Memory is slower to give a row of 192 bytes in pieces than in lines.
+enum class RowOrder {
+  kChunks,      // [head][chunk][token][kSwizzle bytes]: a row in pieces
+  kBlockLines,  // [head][token][kRowBytes]: the tokens of a block and head are adjacent (HND), a run of 128-byte lines
+  kTokenLines,  // [token][head][kRowBytes]: kHeads heads of a token are adjacent (NHD), together whole lines
+};
+
 // kRows: packed query rows a KV head, in units of 8 (the N of an mma).  kHeads: KV heads that share a stage.
-// kTokenScales: a quantised cache has its scales per token and head.  kDense: the tokens of a block and head are
-// adjacent (HND) and are read as one run of 128-byte lines; memory is slower to give a row of 192 bytes in pieces.
-template <class Cache_, int kHeadDim_, int kRows_, int kHeads_ = 1, bool kTokenScales_ = false, bool kDense_ = false>
+// kTokenScales: a quantised cache has its scales per token and head.
+template <class Cache_, int kHeadDim_, int kRows_, int kHeads_ = 1, bool kTokenScales_ = false,
+          RowOrder kRowOrder_ = RowOrder::kChunks>
 struct DecodeTraits {
   using Cache = Cache_;
   static constexpr int kHeadDim = kHeadDim_, kRows = kRows_, kHeads = kHeads_;
-  static constexpr bool kTokenScales = kTokenScales_, kDense = kDense_;
+  static constexpr bool kTokenScales = kTokenScales_;
+  static constexpr RowOrder kRowOrder = kRowOrder_;
   static constexpr bool kLoadsOnly = false;  // true: the ceiling of bench/decode.py, without math and output
   static constexpr bool kQuantized = sizeof(Cache) == 1;
   using Math = std::conditional_t<kQuantized, __half, Cache>;  // operands of the mma: 8-bit types are exact in fp16
 
-  // A cache row in shared memory: kChunks pieces of kSwizzle bytes, each a TMA swizzle atom wide, or with kDense the
-  // bytes as they are, and lines of 128 bytes swizzled.  Eight rows at the same 16 bytes of a chunk lie in different
-  // banks; of dense rows two may meet.
+  // A cache row in shared memory: kChunks pieces of kSwizzle bytes, each a TMA swizzle atom wide, or the bytes as they
+  // are, and lines of 128 bytes swizzled.  Eight rows at the same 16 bytes lie in different banks; with kBlockLines two
+  // may meet.
   static constexpr int kRowBytes = kHeadDim * sizeof(Cache);
-  static constexpr int kSwizzle = kDense || kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : 32;
+  static constexpr bool kInLines = kRowOrder != RowOrder::kChunks;
+  static constexpr int kSwizzle = kInLines || kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : 32;
   static constexpr int kChunks = kRowBytes / kSwizzle;
-  static constexpr int kTokenPitch = kDense ? kRowBytes : kSwizzle;
-  static_assert(kDense || kRowBytes % kSwizzle == 0);
+  static constexpr int kTokenPitch = kRowOrder == RowOrder::kTokenLines   ? kHeads * kRowBytes
+                                     : kRowOrder == RowOrder::kBlockLines ? kRowBytes
+                                                                          : kSwizzle;
+  static_assert(kInLines || kRowBytes % kSwizzle == 0);
+  static_assert(kRowOrder != RowOrder::kTokenLines || kTokenPitch % 128 == 0);
 
   // A warp owns kTokenTiles x 16 tokens of one head in a stage, for kWarpRows query rows: as many as let its output
   // stay in 64 registers.  There are 4 or 8 warps; 8 where the math of 4, or their merge of the rows at the end of a
@@ -65,7 +77,8 @@ struct DecodeTraits {
   static constexpr int kRowTiles = kWarpRows / 8;
   static constexpr int kRowGroups = kRows / kWarpRows;
   static constexpr bool kFewWarps = kRowBytes > 192 && !kQuantized && kRows == 8 && kHeads == 1;
-  static constexpr int kSlices = kFewWarps ? 4 : 8 / (kHeads * kRowGroups);
+  static constexpr int kSlices =
+      kFewWarps ? 4 : 8 / (kHeads * kRowGroups) / (kHeads * kRowBytes > 512 && !kQuantized ? 2 : 1);
   static constexpr int kWarps = kHeads * kSlices * kRowGroups;
   static constexpr int kProducers = 2;  // warps: one for K, one for V; a TMA instruction takes its time to issue
   static constexpr int kThreads = 32 * (kWarps + kProducers);
