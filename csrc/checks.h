@@ -72,7 +72,18 @@ inline bool same_shape(const Tensor& a, const Tensor& b) {
 }
 
 inline bool same_device(const Tensor& a, const Tensor& b) {
-  return a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() && a.get_device_index() == b.get_device_index();
+  int32_t types[2];
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(a.get(), &types[0]));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(b.get(), &types[1]));
+  return types[0] == types[1] && a.get_device_index() == b.get_device_index();
+}
+
+// Cheaper than to compare two scalar_type(): that tries one type after the other.
+inline bool same_dtype(const Tensor& a, const Tensor& b) {
+  int32_t types[2];
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(a.get(), &types[0]));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(b.get(), &types[1]));
+  return types[0] == types[1];
 }
 
 inline void check_dim(const char* name, const Tensor& t, int64_t dim, const char* shape) {
@@ -86,6 +97,10 @@ inline void check_size(const char* name, const Tensor& t, int64_t dim, int64_t s
 
 inline void check_dtype(const char* name, const Tensor& t, ScalarType type, const char* why = "") {
   if (t.scalar_type() != type) fail(name, ": expected dtype ", name_of(type), why, ", got ", name_of(t.scalar_type()));
+}
+
+inline void check_dtype_like(const char* name, const Tensor& t, const Tensor& like, const char* why) {
+  if (!same_dtype(t, like)) check_dtype(name, t, like.scalar_type(), why);
 }
 
 inline void check_device(const char* name, const Tensor& t, const char* like_name, const Tensor& like) {
@@ -151,20 +166,21 @@ inline void check_head_dim(const char* name, int64_t head_dim) {
 }
 
 // key_cache and value_cache: [num_blocks, block_size, num_kv_heads, head_dim], alike.
-inline void check_caches(const Tensor& key_cache, const Tensor& value_cache) {
+inline DType check_caches(const Tensor& key_cache, const Tensor& value_cache) {
   constexpr const char* kShape = "[num_blocks, block_size, num_kv_heads, head_dim]";
   check_dim("key_cache", key_cache, 4, kShape);
   check_dim("value_cache", value_cache, 4, kShape);
   if (!same_shape(key_cache, value_cache))
     fail("value_cache: expected shape ", shape_of(key_cache), " like key_cache, got ", shape_of(value_cache));
-  cache_dtype("key_cache", key_cache);
-  check_dtype("value_cache", value_cache, key_cache.scalar_type(), " like key_cache");
+  const DType dtype = cache_dtype("key_cache", key_cache);
+  check_dtype_like("value_cache", value_cache, key_cache, " like key_cache");
   check_device("value_cache", value_cache, "key_cache", key_cache);
   check_last_stride("key_cache", key_cache);
   check_last_stride("value_cache", value_cache);
   check_head_dim("key_cache", key_cache.size(3));
   if (key_cache.size(1) < 1) fail("key_cache: expected a block size of at least 1, got shape ", shape_of(key_cache));
   if (key_cache.size(2) < 1) fail("key_cache: expected at least one KV head, got shape ", shape_of(key_cache));
+  return dtype;
 }
 
 // A scale of one element, of [num_kv_heads], or of [num_blocks, block_size, num_kv_heads].

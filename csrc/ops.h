@@ -35,10 +35,9 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key_c
   check_dim("query", query, 3, "[num_tokens, num_heads, head_dim]");
   p.dtype = float_dtype("query", query.scalar_type());
   check_last_stride("query", query);
-  check_caches(key_cache, value_cache);
+  p.cache_dtype = check_caches(key_cache, value_cache);
   check_device("key_cache", key_cache, "query", query);
-  p.cache_dtype = cache_dtype("key_cache", key_cache);
-  if (!is_quantized(p.cache_dtype)) check_dtype("key_cache", key_cache, query.scalar_type(), " like query");
+  if (!is_quantized(p.cache_dtype)) check_dtype_like("key_cache", key_cache, query, " like query");
   check_size("query", query, 2, key_cache.size(3), "head_dim of key_cache");
   if (query.size(1) < 1 || query.size(1) % key_cache.size(2) != 0)
     fail("query: expected a number of heads that is a multiple of the cache's ", key_cache.size(2), ", got ",
@@ -115,20 +114,19 @@ inline KvWriteParams kv_write_params(const Tensor& key, const Tensor& value, con
                                      const Tensor& value_cache, const Tensor& slot_mapping,
                                      const OptionalTensor& k_scale, const OptionalTensor& v_scale) {
   KvWriteParams p = {};
-  check_caches(key_cache, value_cache);
+  p.cache_dtype = check_caches(key_cache, value_cache);
   check_written("key_cache", key_cache);
   check_written("value_cache", value_cache);
-  p.cache_dtype = cache_dtype("key_cache", key_cache);
   for (auto [name, t] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
     check_dim(name, *t, 3, "[num_tokens, num_kv_heads, head_dim]");
     p.dtype = float_dtype(name, t->scalar_type());
-    if (!is_quantized(p.cache_dtype)) check_dtype(name, *t, key_cache.scalar_type(), " like key_cache");
+    if (!is_quantized(p.cache_dtype)) check_dtype_like(name, *t, key_cache, " like key_cache");
     check_device(name, *t, "key_cache", key_cache);
     check_size(name, *t, 1, key_cache.size(2), "num_kv_heads of key_cache");
     check_size(name, *t, 2, key_cache.size(3), "head_dim of key_cache");
     check_last_stride(name, *t);
   }
-  check_dtype("value", value, key.scalar_type(), " like key");
+  check_dtype_like("value", value, key, " like key");
   check_size("value", value, 0, key.size(0), "tokens of key");
   check_dim("slot_mapping", slot_mapping, 1, "[num_slots]");
   p.slots_are_int64 = slot_mapping.scalar_type() == ScalarType::Long;
@@ -172,7 +170,7 @@ struct Ops {
         attention_params(query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, scale, causal, window_size,
                          softcap, alibi_slopes, sinks, k_scale, v_scale, batch_invariant, max_seqlen_q, flags);
     if (!same_shape(out, query)) fail("out: expected shape ", shape_of(query), " like query, got ", shape_of(out));
-    check_dtype("out", out, query.scalar_type(), " like query");
+    check_dtype_like("out", out, query, " like query");
     check_device("out", out, "query", query);
     check_last_stride("out", out);
     check_written("out", out);
@@ -218,7 +216,7 @@ struct Ops {
     check_dim("query", query, 3, "[num_tokens, num_heads, head_dim]");
     check_size("query", query, 0, key.size(0), "tokens of key");
     check_size("query", query, 2, key.size(2), "head_dim of key");
-    check_dtype("query", query, key.scalar_type(), " like key");
+    check_dtype_like("query", query, key, " like key");
     check_device("query", query, "key", key);
     check_last_stride("query", query);
     check_written("query", query);
@@ -233,7 +231,7 @@ struct Ops {
       fail("cos_sin: expected an even rotary dimension from 2 to head_dim ", key.size(2), ", got shape ",
            shape_of(cos_sin));
     p.cos_sin_is_float32 = cos_sin.scalar_type() == ScalarType::Float;
-    if (!p.cos_sin_is_float32) check_dtype("cos_sin", cos_sin, key.scalar_type(), " like key, or torch.float32");
+    if (!p.cos_sin_is_float32) check_dtype_like("cos_sin", cos_sin, key, " like key, or torch.float32");
     check_device("cos_sin", cos_sin, "key", key);
     check_last_stride("cos_sin", cos_sin);
     check_fits_int("query", query.size(0) * (query.size(1) + 2 * key.size(1)));
@@ -258,8 +256,7 @@ struct Ops {
                                               const OptionalTensor& v_scale, std::optional<ScalarType> out_dtype,
                                               std::optional<int64_t> total_tokens) {
     GatherParams p = {};
-    check_caches(key_cache, value_cache);
-    p.cache_dtype = cache_dtype("key_cache", key_cache);
+    p.cache_dtype = check_caches(key_cache, value_cache);
     check_dim("block_table", block_table, 2, "[num_seqs, max_blocks]");
     check_dtype("block_table", block_table, ScalarType::Int);
     check_device("block_table", block_table, "key_cache", key_cache);
@@ -331,7 +328,7 @@ struct Ops {
          {std::pair{"output_a", &output_a}, std::pair{"output_b", &output_b}, std::pair{"out", &out}}) {
       if (!same_shape(*t, output_a))
         fail(name, ": expected shape ", shape_of(output_a), " like output_a, got ", shape_of(*t));
-      check_dtype(name, *t, output_a.scalar_type(), " like output_a");
+      check_dtype_like(name, *t, output_a, " like output_a");
       check_device(name, *t, "output_a", output_a);
       check_last_stride(name, *t);
     }

@@ -115,13 +115,28 @@ def paged_attention(
     if backend not in _BACKEND_FLAGS:
         raise ValueError(f"backend: expected one of {', '.join(_BACKEND_FLAGS)}, got {backend!r}")
     flags = _BACKEND_FLAGS[backend] | (_FLAG_METADATA_READY if metadata_ready else 0)
-    args = (query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, scale, causal, window_size, softcap)
-    args += (alibi_slopes, sinks, k_scale, v_scale, batch_invariant, max_seqlen_q, flags)
+    tensors = (query, key_cache, value_cache, block_table, seq_lens)
+    options: dict[str, Any] = {}  # without the schema's defaults: every argument costs the host its time
+    if cu_seqlens_q is not None or max_seqlen_q is not None:
+        options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+    if scale is not None:
+        options["scale"] = scale
+    if not causal or window_size is not None or softcap != 0 or batch_invariant:
+        options |= {"causal": causal, "window_size": window_size, "softcap": softcap}
+        options["batch_invariant"] = batch_invariant
+    if alibi_slopes is not None or sinks is not None:
+        options |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    if k_scale is not None or v_scale is not None:
+        options |= {"k_scale": k_scale, "v_scale": v_scale}
+    if flags:
+        options["flags"] = flags
     if out is None:
-        out, lse = _attention(*args, return_lse)
+        out, lse = _attention(*tensors, return_lse=return_lse, **options)
     else:
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
-        _attention_out(*args, out=out, lse=lse)
+        if return_lse:
+            options["lse"] = lse
+        _attention_out(*tensors, out=out, **options)
     _without_backward(out, lse)
     return (out, lse) if return_lse else out
 

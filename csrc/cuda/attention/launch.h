@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -44,14 +46,23 @@ inline DeviceInfo current_device() {
   return info;
 }
 
+// Lets `kernel` have so much dynamic shared memory on the current device.  Asks the runtime once: that is slow.
+inline void allow_shared_memory(const void* kernel, int bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, int> allowed;  // by kernel and device
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& most = allowed[{kernel, current_device().id}];
+  if (bytes <= most) return;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
+  most = bytes;
+}
+
 // With `dependent` (compute capability 9.0 and up) the kernel may start before the one ahead of it on the stream has
 // ended: it must call ptx::pdl_wait before it touches memory that kernels ahead of it write or still read.
 template <class... Params, class... Args>
 void launch_kernel(void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem_bytes, cudaStream_t stream,
                    bool dependent, Args&&... args) {
-  if (smem_bytes > 48 * 1024)
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)),
-               "cudaFuncSetAttribute");
+  if (smem_bytes > 48 * 1024) allow_shared_memory(reinterpret_cast<const void*>(kernel), static_cast<int>(smem_bytes));
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
