@@ -49,7 +49,7 @@ class PrefillConsumer : PrefillRows<Traits> {
   using Rows::warpgroup, Rows::warp, Rows::lane, Rows::warpgroup_sync, Rows::thread_row;
   using typename Rows::T;
   static constexpr int kKeys = Traits::kKeys, kConsumers = Traits::kConsumers;
-  static constexpr int kRowsAtOnce = Traits::kEarlyOutput ? 2 : 1;  // of the thread's two
+  static constexpr int kRowsAtOnce = Traits::kRowsAtOnce;
   // With Q in registers the compiler knows by itself what is uniform; other 8-bit instances lack a register for it.
   static constexpr bool kMakesUniform = !Traits::kQueryInRegisters && (Traits::kTokenScales || !Traits::kQuantized);
 
@@ -153,33 +153,41 @@ class PrefillConsumer : PrefillRows<Traits> {
     release_key();
     finish_scores<kMasked>(step);
     if constexpr (Traits::kEarlyOutput) {
-#pragma unroll
-      for (int r = 0; r < 2; r += kRowsAtOnce) find_maxima<kMasked>(r);
+      find_maxima<kMasked>(0);
       change_unit();
       if constexpr (Traits::kLateTurn) pass_turn();
-      hold<Traits::kProducers == 2>(output_rescale_[0] + output_rescale_[1]);
-      finish_output();
+      hold<Traits::kProducers == 2>(output_rescale_[0] + output_rescale_[kRowsAtOnce - 1]);
+      wait_for_output();
       load_value_scales();
 #pragma unroll
-      for (int r = 0; r < 2; r += kRowsAtOnce) exponentiate(r);
+      for (int r = 0; r < 2; r += kRowsAtOnce) {
+        if (r > 0) find_maxima<kMasked>(r);
+        rescale_output(r, r + kRowsAtOnce);
+        exponentiate(r);
+      }
     } else {
 #pragma unroll
       for (int r = 0; r < 2; r += kRowsAtOnce) find_maxima<kMasked>(r), exponentiate(r);
       change_unit();
       hold<Traits::kProducers == 2>(sum_[0] + sum_[1]);
-      finish_output();
+      wait_for_output();
+      rescale_output(0, 2);
       pack();
     }
     ++steps_;
   }
 
-  __device__ __forceinline__ void finish_output() {
+  __device__ __forceinline__ void wait_for_output() {
     wgmma_wait<0>();
     pin(o_);
     pin(p_frag_);
     release_value();
+  }
+  // Of rows begin .. end - 1 of the thread.
+  __device__ __forceinline__ void rescale_output(int begin, int end) {
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) o_[i] *= output_rescale_[i / 2 % 2];
+    for (int i = 0; i < kHeadDim / 2; ++i)
+      if (i / 2 % 2 >= begin && i / 2 % 2 < end) o_[i] *= output_rescale_[i / 2 % 2];
   }
 
   __device__ __forceinline__ void issue_scores() {

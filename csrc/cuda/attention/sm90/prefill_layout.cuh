@@ -34,8 +34,10 @@ struct PrefillTraits {
       kQueryInRegisters || (kHeadDim == 192 && !kQuantized) || (kHeadDim <= 192 && kTokenScales && !kScoreMods);
   // At once; else the output goes through its buffer.
   static constexpr bool kReleasesQuery = kQuantized && kQueryInRegisters;
-  static constexpr bool kLateTurn = kHeadDim <= 64 && !kQuantized && !kScoreMods;        // until the maxima are found
+  static constexpr bool kLateTurn = kHeadDim <= 96 && !kQuantized && !kScoreMods;        // until the maxima are found
   static constexpr bool kEarlyOutput = kLateTurn || (kHeadDim > 64 && kHeadDim <= 192);  // P V ends with the maxima
+  static constexpr int kRowsAtOnce =
+      !kEarlyOutput || (kLateTurn && kHeadDim > 64) ? 1 : 2;  // of a thread's two, in softmax
   static constexpr int kQueryBuffers = kHeadDim > 128 || kQuantized ? 1 : 2;
   static constexpr int kProducers = kQuantized && kTokenScales ? 2 : 1;  // warpgroups that load and convert
   static constexpr int kQueryUnroll =                                    // of its loads
