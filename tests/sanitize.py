@@ -46,6 +46,20 @@ def attend_quantised(backend: str, cache_dtype: torch.dtype, scale_kind: str) ->
     check_attention(ops, [130, 17], [40, 1], **quantised)
 
 
+def attend_shared_stages() -> None:
+    """Decode that reads several KV heads together, in lines of 128 bytes, with more items than multiprocessors."""
+    import paged_attn
+
+    from .conftest import Ops
+    from .test_attention import check_attention
+
+    ops = Ops(paged_attn, "cuda", "sm90")
+    shape = {"dtype": torch.bfloat16, "num_heads": 12, "num_kv_heads": 4, "layout": "NHD"}
+    seq_lens = [0, 1, 17, 700, *range(20, 150)]
+    check_attention(ops, seq_lens, None, head_dim=96, **shape)
+    check_attention(ops, seq_lens, None, head_dim=160, cache_dtype=torch.float8_e4m3fn, scale_kind="head", **shape)
+
+
 def move() -> None:
     """The operations on the cache."""
     import paged_attn
@@ -89,6 +103,7 @@ PARTS: dict[str, Callable[[], None]] = {
 PARTS |= {
     f"{backend} {dtype} {kind}": partial(attend_quantised, backend, dtype, kind) for backend, (dtype, kind) in QUANTISED
 }
+PARTS["sm90 shared stages"] = attend_shared_stages
 PARTS["cache"] = move
 
 
