@@ -94,7 +94,8 @@ def paged_attention(
         window_size: keys that a token sees, itself included; needs ``causal``.
         softcap: 0 for none; at most 10000.
         alibi_slopes: float32 ``[num_heads]``, Press et al., https://arxiv.org/abs/2108.12409.
-        sinks: float32 ``[num_heads]``: a term ``exp(sink)`` in every row's denominator, part of the log-sum-exp.
+        sinks: float32 ``[num_heads]``: a term ``exp(sink)`` in every row's denominator, part of the log-sum-exp. -inf:
+            none; inf: it takes all the weight.
         k_scale, v_scale: float32, of one element, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, any
             strides; the values of a quantised cache are ``stored * scale``. None: 1. Decode on Hopper is fastest where
             the scales of a head's tokens are adjacent in a block.

@@ -186,20 +186,22 @@ def test_sink_of_an_empty_row(attention_ops):
     check_sink_of_an_empty_row(attention_ops)
 
 
-def check_extreme_sinks(ops):
-    """A sink of -inf is none; one of 1000 takes all of the weight."""
-    sinks = torch.tensor([-math.inf] * 4 + [1000.0] * 4, device=ops.device)
-    for num_queries in (1, 3):
-        output, lse = attend(ops, 8, num_queries, sinks=sinks, return_lse=True)
-        assert_close(output[-1:], [[4.5] * 4 + [0.0] * 4])
-        assert_close(lse[-1:], [[math.log(8)] * 4 + [1000.0] * 4], tolerance=1e-5)
-    output, lse = attend(ops, 0, sinks=sinks, return_lse=True)
+def check_extreme_sinks(ops, dtype=torch.float32):
+    """A sink of -inf is none; one of 1000, or of inf, takes all of the weight."""
+    sinks = torch.tensor([-math.inf] * 4 + [1000.0, 1000.0, math.inf, math.inf], device=ops.device)
+    large = [1000.0, 1000.0, math.inf, math.inf]
+    for length, num_queries in ((8, 1), (8, 3), (200, 150)):
+        output, lse = attend(ops, length, num_queries, dtype=dtype, sinks=sinks, return_lse=True)
+        assert_close(output[-1:], [[(length + 1) / 2] * 4 + [0.0] * 4])
+        assert_close(lse[-1:], [[math.log(length)] * 4 + large], tolerance=1e-5)
+    output, lse = attend(ops, 0, dtype=dtype, sinks=sinks, return_lse=True)
     assert_close(output, 0.0, tolerance=0)
-    assert_close(lse, [[-math.inf] * 4 + [1000.0] * 4], tolerance=1e-6)
+    assert_close(lse, [[-math.inf] * 4 + large], tolerance=1e-6)
 
 
-def test_extreme_sinks(attention_ops):
-    check_extreme_sinks(attention_ops)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_extreme_sinks(attention_ops, dtype):
+    check_extreme_sinks(attention_ops, dtype)
 
 
 def check_padding_rows(ops):

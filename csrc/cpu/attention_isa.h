@@ -129,8 +129,12 @@ inline void write_row(const AttentionParams& p, const QueryTile& tile, int row, 
   float high = total.max[row], sum = total.sum[row], weight = 1.f;
   if (p.sinks != nullptr) {
     const float sink = p.sinks[head];
-    const float limit = sink > high ? sink : high;
-    if (limit != -kInfinity) {
+    const float limit = high > sink ? high : sink;
+    if (sink == kInfinity) {  // it takes all the weight
+      weight = 0.f;
+      sum = 1.f;
+      high = sink;
+    } else if (limit != -kInfinity) {
       weight = exp_of(high - limit);
       sum = sum * weight + exp_of(sink - limit);
       high = limit;

@@ -12,6 +12,7 @@ namespace paged_attn {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kMaxFloat = 3.402823466e38f;
 
 // tanh with an absolute error of 1e-7 (tanh.approx has 5e-4, too much once multiplied by the cap).
 __device__ __forceinline__ float tanh_exp2(float x) { return 1.f - __fdividef(2.f, 1.f + ptx::exp2(2.f * kLog2e * x)); }
@@ -43,7 +44,7 @@ __device__ __forceinline__ RowEnd finish_row(float maximum, float sum, const flo
   float weight = 1.f;
   if (sink) {
     const float sink_score = *sink * kLog2e;
-    const float larger = fmaxf(maximum, sink_score);
+    const float larger = fminf(fmaxf(maximum, sink_score), kMaxFloat);  // a sink of inf: sum and LSE become inf
     weight = ptx::exp2(maximum - larger);
     sum = sum * weight + ptx::exp2(sink_score - larger);
     maximum = larger;
