@@ -9,7 +9,7 @@
 namespace paged_attn {
 
 struct BlockArrays {
-  std::vector<BlockArray> src, dst;  // pairwise equal row_bytes and sizes; strides may differ
+  std::vector<BlockArray> src, dst;  // pairwise equal row_bytes and sizes, row_bytes 0 where empty; strides may differ
 };
 
 namespace detail {
@@ -67,13 +67,68 @@ inline BlockArrays block_arrays(const char* src_name, const std::vector<Tensor>&
       check_size(dst_name, d, k, s.size(k), "that of the other side");
       if (s.size(k) != 1) dims.push_back({s.size(k), s.stride(k) * width, d.stride(k) * width});
     }
-    BlockArray from = {s.data_ptr(), s.size(0), s.stride(0) * width, {width, {1, 1, 1}, {0, 0, 0}}};
-    BlockArray to = {d.data_ptr(), d.size(0), d.stride(0) * width, {width, {1, 1, 1}, {0, 0, 0}}};
-    if (s.numel() > 0) detail::fill_shapes(dims, src_name, from.shape, to.shape);
+    const int64_t row_bytes = s.numel() > 0 ? width : 0;
+    BlockArray from = {s.data_ptr(), s.size(0), s.stride(0) * width, {row_bytes, {1, 1, 1}, {0, 0, 0}}};
+    BlockArray to = {d.data_ptr(), d.size(0), d.stride(0) * width, {row_bytes, {1, 1, 1}, {0, 0, 0}}};
+    if (row_bytes > 0) detail::fill_shapes(dims, src_name, from.shape, to.shape);
     arrays.src.push_back(from);
     arrays.dst.push_back(to);
   }
   return arrays;
+}
+
+namespace detail {
+
+inline bool same_array(const BlockArray& a, const BlockArray& b) {
+  const BlockShape &x = a.shape, &y = b.shape;
+  return a.data == b.data && a.num_blocks == b.num_blocks && a.block_stride == b.block_stride &&
+         x.row_bytes == y.row_bytes && std::equal(x.sizes, x.sizes + 3, y.sizes) &&
+         std::equal(x.strides, x.strides + 3, y.strides);
+}
+
+// Whether some range of memory, from an array's first byte to its last, is touched by both sides.
+inline bool ranges_meet(const BlockArrays& arrays) {
+  struct Range {
+    const char *begin, *end;
+    bool is_dst;
+  };
+  std::vector<Range> ranges;
+  for (const std::vector<BlockArray>* side : {&arrays.src, &arrays.dst})
+    for (const BlockArray& a : *side) {
+      if (a.shape.bytes() == 0) continue;
+      int64_t size = (a.num_blocks - 1) * a.block_stride + a.shape.row_bytes;
+      for (int k = 0; k < 3; ++k) size += (a.shape.sizes[k] - 1) * a.shape.strides[k];
+      const char* begin = static_cast<const char*>(a.data);
+      ranges.push_back({begin, begin + size, side == &arrays.dst});
+    }
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  const char* end[2] = {nullptr, nullptr};  // the furthest so far, of src and dst
+  for (const Range& r : ranges) {
+    if (r.begin < end[!r.is_dst]) return true;
+    end[r.is_dst] = std::max(end[r.is_dst], r.end);
+  }
+  return false;
+}
+
+}  // namespace detail
+
+inline Overlap overlap_of(const BlockArrays& arrays) {
+  if (std::equal(arrays.src.begin(), arrays.src.end(), arrays.dst.begin(), detail::same_array))
+    return Overlap::kOnePool;
+  return detail::ranges_meet(arrays) ? Overlap::kOther : Overlap::kNone;
+}
+
+// An array that stands in the list again would be copied twice.
+inline void drop_repeated(std::vector<BlockArray>& arrays) {
+  const auto before = [](const BlockArray& a, const BlockArray& b) { return a.data < b.data; };
+  std::stable_sort(arrays.begin(), arrays.end(), before);
+  arrays.erase(std::unique(arrays.begin(), arrays.end(), detail::same_array), arrays.end());
+}
+
+inline void check_not_repeated(const char* name, std::vector<BlockArray> arrays) {
+  const size_t count = arrays.size();
+  drop_repeated(arrays);
+  if (arrays.size() < count) fail(name, ": expected every cache once, got one of them twice");
 }
 
 inline void check_block_mapping(const Tensor& mapping) {

@@ -373,12 +373,13 @@ struct Ops {
 
   static void copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping) {
     check_block_mapping(block_mapping);
-    const BlockArrays arrays = block_arrays("caches", caches, "caches", caches);
+    BlockArrays arrays = block_arrays("caches", caches, "caches", caches);
     if (caches.empty()) return;
     if (block_mapping.is_cpu())
       check_pairs(block_mapping, "caches", arrays.src, "caches", arrays.dst);
     else
       check_device("block_mapping", block_mapping, "caches", caches[0]);
+    drop_repeated(arrays.src);
     if (block_mapping.size(0) > 0)
       Backend::copy_blocks(arrays.src, torch::stable::contiguous(block_mapping), caches[0]);
   }
@@ -390,9 +391,10 @@ struct Ops {
     const BlockArrays arrays = block_arrays("src", src, "dst", dst);
     if (src.empty()) return;
     check_pairs(block_mapping, "src", arrays.src, "dst", arrays.dst);
+    check_not_repeated("dst", arrays.dst);
     if (block_mapping.size(0) > 0)
       Backend::swap_blocks(arrays.src, arrays.dst, torch::stable::contiguous(block_mapping), src[0], dst[0],
-                           host_is_pinned);
+                           same_device(src[0], dst[0]) ? overlap_of(arrays) : Overlap::kNone, host_is_pinned);
   }
 
  private:

@@ -112,6 +112,10 @@ struct BlockArray {
   BlockShape shape;
 };
 
+// How the sources of swap_blocks lie to its destinations in memory: apart, the same arrays in the same order, or
+// overlapping in some other way.
+enum class Overlap { kNone, kOnePool, kOther };
+
 struct GatherParams {
   const void* key_cache;       // [num_blocks, block_size, num_kv_heads, head_dim]
   const void* value_cache;     // as key_cache

@@ -215,7 +215,7 @@ def copy_blocks(caches: Sequence[Tensor] | Tensor, block_mapping: Tensor) -> Non
 
     Args:
         caches: tensors ``[num_blocks, ...]`` on one device, or one stacked ``[num_layers, num_blocks, block_size,
-            num_kv_heads, head_dim]``.
+            num_kv_heads, head_dim]``. One that stands in the list twice is copied once.
         block_mapping: int64 ``[num_pairs, 2]``, source and destination, on the host or on the caches' device. On the
             device, pairs with an id out of range are skipped.
 
@@ -229,7 +229,8 @@ def swap_blocks(src: Sequence[Tensor] | Tensor, dst: Sequence[Tensor] | Tensor, 
     """Copy whole blocks from ``src`` to ``dst``, between a device and the host or between devices, in stream order.
 
     Args:
-        src, dst: caches as in :func:`copy_blocks`, pairwise of one dtype and block shape; both may be one pool.
+        src, dst: caches as in :func:`copy_blocks`, pairwise of one dtype and block shape. They may
+            overlap, as one pool or otherwise: every source is read before any destination is written.
             Host tensors may be pinned, which is faster; pinned ones must live until the device has done the copy.
         block_mapping: int64 ``[num_pairs, 2]`` on the host: block of ``src``, block of ``dst``. It may be changed as
             soon as the call returns.
@@ -263,14 +264,15 @@ def gather_kv(
         seq_starts: int32 ``[num_seqs]``, default 0.
         k_scale, v_scale: scales of a quantised cache, as in :func:`paged_attention`.
         out_dtype: default the cache's dtype, for a quantised cache bfloat16.
-        total_tokens: the sum of ``seq_lens``, where the caller knows it: the call then does not synchronise. Rows past
-            the real sum are 0, and so are tokens past the row of the table.
+        total_tokens: the sum of ``seq_lens``, or more, where the caller knows it: the call then does not synchronise.
+            Rows past the real sum are 0, and so are tokens past the row of the table.
 
     Returns:
         Two contiguous ``[total_tokens, num_kv_heads, head_dim]``.
 
     Raises:
-        ValueError: arguments that do not fit together, or (without ``total_tokens``) tokens past the row of the table.
+        ValueError: arguments that do not fit together; without ``total_tokens``, and on the CPU, tokens past the row of
+            the table; on the CPU also a ``total_tokens`` below the sum.
     """
     return _gather_kv(
         key_cache, value_cache, block_table, seq_lens, seq_starts, k_scale, v_scale, out_dtype, total_tokens

@@ -184,6 +184,8 @@ def copy_blocks(caches: Caches, block_mapping: Tensor) -> None:
 def swap_blocks(src: Caches, dst: Caches, block_mapping: Tensor) -> None:
     """Copy whole blocks from the caches in ``src`` to those in ``dst``, between any two devices.
 
+    Every source is read before any destination is written, whatever memory they share.
+
     Args:
         src, dst: lists of ``[NB, BS, Hkv, D]``, or stacked ``[L, NB, BS, Hkv, D]``; ``dst`` is written.
         block_mapping: ``[n, 2]`` pairs of source and destination block.
@@ -199,8 +201,8 @@ def swap_blocks(src: Caches, dst: Caches, block_mapping: Tensor) -> None:
         raise ValueError(f"dst: expected {len(src)} caches like src, got {len(dst)}")
     for source, destination in zip(src, dst, strict=True):
         _check_pairs(pairs, source.shape[0], destination.shape[0])
-    for source, destination in zip(src, dst, strict=True):
-        blocks = [source[from_block].clone() for from_block, _ in pairs]
+    read = [[source[from_block].clone() for from_block, _ in pairs] for source in src]
+    for blocks, destination in zip(read, dst, strict=True):
         for block, (_, to_block) in zip(blocks, pairs, strict=True):
             destination[to_block].copy_(block)
 

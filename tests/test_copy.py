@@ -45,6 +45,22 @@ def test_block_shapes(ops, dtype, layout, block_size, head_dim):
     assert_moved(caches, before, before, pairs)
 
 
+def test_a_cache_twice_in_the_list(ops):
+    """Layers that share a cache: its blocks change places once."""
+    cache, other = (torch.arange(6.0, device=ops.device).view(3, 2) + i for i in (0, 100))
+    ops.copy_blocks([cache, other, cache], pair_tensor([(0, 1), (1, 0)], ops.device))
+    assert cache.tolist() == [[2, 3], [0, 1], [4, 5]]
+    assert other.tolist() == [[102, 103], [100, 101], [104, 105]]
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (3, 2, 0, 4), (3, 2, 2, 0)])
+def test_empty_blocks(ops, shape):
+    """Blocks without elements beside others."""
+    cache = torch.arange(6.0, device=ops.device).view(3, 2)
+    ops.copy_blocks([torch.zeros(shape, device=ops.device), cache], pair_tensor([(0, 1)], ops.device))
+    assert cache.tolist() == [[0, 1], [0, 1], [4, 5]]
+
+
 def check_random_permutation(ops):
     """A permutation of all 300 blocks."""
     caches = make_cache(300, 4, 2, 32, dtype=torch.bfloat16)

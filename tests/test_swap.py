@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from paged_attn import reference
 from paged_attn.testing import LAYOUTS, assert_same_bits, make_cache, to_device
 
 from .test_cases_cache import assert_moved, copies, layers, pair_tensor, random_bits
@@ -75,6 +76,56 @@ def test_inside_one_pool(ops, pairs):
     before = copies(caches)
     ops.swap_blocks(caches, caches, pair_tensor(pairs, "cpu"))
     assert_moved(caches, before, before, pairs)
+
+
+OVERLAPS = {
+    "other_order": lambda k, v: ([k, v], [v, k]),
+    "one_of_two": lambda k, v: ([k, v], [torch.zeros_like(k), k]),
+    "later_blocks": lambda k, v: ([k[:20]], [k[4:]]),
+    "earlier_blocks": lambda k, v: ([k[4:]], [k[:20]]),
+    "other_slots": lambda k, v: ([k[:, :3]], [k[:, 1:]]),
+    "transposed": lambda k, v: ([k[:, :2]], [k[:, :2].transpose(1, 2)]),
+}
+
+
+@pytest.mark.parametrize("pairs", [[(i, i) for i in range(20)], [(2, 3), (3, 5)]], ids=len)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_overlapping_caches(ops, overlap, pairs):
+    """Views of one storage in another order, from another block or slot on: all are read before any is written."""
+    generator = torch.Generator().manual_seed(3)
+    before = torch.randn(2, 24, 4, 2, 8, generator=generator)
+    expected, actual = before.clone(), before.clone().to(ops.device)
+    reference.swap_blocks(*OVERLAPS[overlap](*expected), pair_tensor(pairs, "cpu"))
+    ops.swap_blocks(*OVERLAPS[overlap](*actual), pair_tensor(pairs, "cpu"))
+    assert_same_bits(actual.cpu(), expected)
+    assert not torch.equal(expected, before)
+
+
+def test_keys_and_values_interleaved_in_one_storage(ops):
+    """Ranges of memory that overlap where elements do not: nothing is wrong with that."""
+    pool = torch.randn(6, 2, 4, 2, 8).to(ops.device)
+    before = pool.clone()
+    ops.swap_blocks([pool[:, 0]], [pool[:, 1]], pair_tensor([(0, 1), (1, 2)], "cpu"))
+    before[1:3, 1] = before[0:2, 0]
+    assert_same_bits(pool, before)
+
+
+def test_a_destination_twice(ops):
+    caches = [torch.ones(3, 4, device=ops.device), torch.full((3, 4), 2.0, device=ops.device)]
+    target = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match="dst"):
+        ops.swap_blocks(caches, [target, target], pair_tensor([(0, 1)], "cpu"))
+    assert target.count_nonzero() == 0
+
+
+def test_empty_blocks(ops):
+    """Blocks without elements beside others."""
+    caches = [torch.zeros(3, 2, 0, 4, device=ops.device), torch.arange(6.0, device=ops.device).view(3, 2)]
+    host = [torch.zeros(3, 2, 0, 4), torch.zeros(3, 2)]
+    ops.swap_blocks(caches, host, pair_tensor([(2, 0)], "cpu"))
+    if ops.device == "cuda":
+        torch.cuda.synchronize()
+    assert host[1].tolist() == [[4, 5], [0, 0], [0, 0]]
 
 
 def check_many_blocks(ops, count=200):

@@ -18,8 +18,8 @@ struct CpuBackend {
     cpu::copy_blocks(caches, static_cast<const int64_t*>(pairs.data_ptr()), pairs.size(0));
   }
   static void swap_blocks(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const Tensor& pairs,
-                          const Tensor&, const Tensor&, bool) {
-    cpu::swap_blocks(src, dst, static_cast<const int64_t*>(pairs.data_ptr()), pairs.size(0));
+                          const Tensor&, const Tensor&, Overlap overlap, bool) {
+    cpu::swap_blocks(src, dst, static_cast<const int64_t*>(pairs.data_ptr()), pairs.size(0), overlap);
   }
 };
 

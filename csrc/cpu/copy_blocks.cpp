@@ -42,24 +42,18 @@ void copy_block(const BlockArray& from, int64_t source, const BlockArray& to, in
                     in + i * s.strides[0] + j * s.strides[1] + k * s.strides[2], s.row_bytes);
 }
 
-bool share_storage(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst) {
-  std::unordered_set<const void*> written;
-  for (const BlockArray& a : dst) written.insert(a.data);
-  return std::any_of(src.begin(), src.end(), [&](const BlockArray& a) { return written.count(a.data) != 0; });
-}
-
 }  // namespace
 
 void swap_blocks(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const int64_t* pairs,
-                 int64_t num_pairs) {
-  // Sources that are destinations too are set aside before anything is written.
-  std::unordered_set<int64_t> overwritten;
-  if (share_storage(src, dst))
-    for (int64_t i = 0; i < num_pairs; ++i) overwritten.insert(pairs[2 * i + 1]);
+                 int64_t num_pairs, Overlap overlap) {
+  // Sources that may be overwritten are set aside before anything is written.
+  std::unordered_set<int64_t> written;
+  if (overlap == Overlap::kOnePool)
+    for (int64_t i = 0; i < num_pairs; ++i) written.insert(pairs[2 * i + 1]);
   constexpr int64_t kStays = -1;
   std::vector<int64_t> aside_index(num_pairs, kStays), aside_pairs;
   for (int64_t i = 0; i < num_pairs; ++i) {
-    if (overwritten.count(pairs[2 * i]) == 0) continue;
+    if (overlap != Overlap::kOther && written.count(pairs[2 * i]) == 0) continue;
     aside_index[i] = int64_t(aside_pairs.size());
     aside_pairs.push_back(i);
   }
@@ -86,7 +80,7 @@ void swap_blocks(const std::vector<BlockArray>& src, const std::vector<BlockArra
 }
 
 void copy_blocks(const std::vector<BlockArray>& caches, const int64_t* pairs, int64_t num_pairs) {
-  swap_blocks(caches, caches, pairs, num_pairs);
+  swap_blocks(caches, caches, pairs, num_pairs, Overlap::kOnePool);
 }
 
 }  // namespace paged_attn::cpu

@@ -13,10 +13,9 @@ void write_kv(const KvWriteParams& p);
 void rope_write_kv(const RopeWriteParams& p);
 void gather_kv(const GatherParams& p);
 void merge_attn_states(const MergeParams& p);
-// Pairs as in cuda/launchers.h: all sources are read before any destination is written where src and dst are the same
-// caches.
+// Pairs as in cuda/launchers.h: all sources are read before any destination is written.
 void copy_blocks(const std::vector<BlockArray>& caches, const int64_t* pairs, int64_t num_pairs);
 void swap_blocks(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const int64_t* pairs,
-                 int64_t num_pairs);
+                 int64_t num_pairs, Overlap overlap);
 
 }  // namespace paged_attn::cpu

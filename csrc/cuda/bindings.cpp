@@ -160,10 +160,8 @@ struct CudaBackend {
     launch.check();
   }
   static void swap_blocks(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const Tensor& pairs,
-                          const Tensor& src_on, const Tensor& dst_on, bool host_is_pinned) {
-    const auto same_data = [](const BlockArray& a, const BlockArray& b) { return a.data == b.data; };
-    if (same_device(src_on, dst_on) && std::equal(src.begin(), src.end(), dst.begin(), same_data))
-      return copy_blocks(src, pairs, src_on);  // which orders chains and cycles
+                          const Tensor& src_on, const Tensor& dst_on, Overlap overlap, bool host_is_pinned) {
+    if (overlap == Overlap::kOnePool) return copy_blocks(src, pairs, src_on);  // which orders chains and cycles
     const CopyDirection direction = src_on.is_cpu()   ? CopyDirection::kHostToDevice
                                     : dst_on.is_cpu() ? CopyDirection::kDeviceToHost
                                                       : CopyDirection::kDeviceToDevice;
@@ -171,7 +169,7 @@ struct CudaBackend {
     const int src_device = src_on.get_device_index(), dst_device = dst_on.get_device_index();
     const bool two_devices = direction == CopyDirection::kDeviceToDevice && src_device != dst_device;
     if (two_devices) order_streams(dst_device, current_stream(dst_device), launch.stream);
-    launch_swap_blocks(src, dst, static_cast<const int64_t*>(pairs.data_ptr()), pairs.size(0), direction,
+    launch_swap_blocks(src, dst, static_cast<const int64_t*>(pairs.data_ptr()), pairs.size(0), direction, overlap,
                        host_is_pinned, launch.workspace, launch.stream);
     if (two_devices) order_streams(src_device, launch.stream, current_stream(dst_device));
     launch.check();

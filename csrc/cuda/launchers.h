@@ -24,9 +24,9 @@ void launch_copy_blocks(const std::vector<BlockArray>& caches, const int64_t* pa
 
 enum class CopyDirection { kHostToDevice, kDeviceToHost, kDeviceToDevice };
 // src[i] and dst[i] have equal block shapes in bytes; `pairs` is in host memory that the caller may change as soon as
-// the call returns.
+// the call returns.  `overlap` is not kOnePool: that is launch_copy_blocks.
 void launch_swap_blocks(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const int64_t* pairs,
-                        int64_t num_pairs, CopyDirection direction, bool host_is_pinned, Workspace& workspace,
-                        cudaStream_t stream);
+                        int64_t num_pairs, CopyDirection direction, Overlap overlap, bool host_is_pinned,
+                        Workspace& workspace, cudaStream_t stream);
 
 }  // namespace paged_attn

@@ -58,6 +58,7 @@ void copy_block(const BlockArray& src, const BlockArray& dst, int64_t from, int6
 // Through the copy engine, a run of neighbouring blocks at a time: for pageable host memory and between two devices.
 void copy_runs(const BlockArray& src, const BlockArray& dst, const int64_t* pairs, int64_t num_pairs,
                cudaMemcpyKind kind, cudaStream_t stream) {
+  if (src.shape.bytes() == 0) return;
   const bool mergeable = contiguous(src) && contiguous(dst);
   for (int64_t i = 0; i < num_pairs;) {
     const int64_t from = pairs[2 * i], to = pairs[2 * i + 1];
@@ -81,12 +82,40 @@ int device_of(const void* p) {
   return attributes.device;
 }
 
+// By way of scratch memory, so that every source is read before any destination is written.
+void copy_aside(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const int64_t* pairs,
+                int64_t num_pairs, Workspace& workspace, cudaStream_t stream) {
+  std::vector<BlockArray> aside = src;
+  for (BlockArray& array : aside) {
+    BlockShape& shape = array.shape;
+    array.num_blocks = num_pairs;
+    array.block_stride = shape.bytes();
+    array.data = workspace.scratch(num_pairs * array.block_stride);
+    shape.strides[2] = shape.row_bytes;
+    shape.strides[1] = shape.strides[2] * shape.sizes[2];
+    shape.strides[0] = shape.strides[1] * shape.sizes[1];
+  }
+  std::vector<int64_t> out(2 * num_pairs), in(2 * num_pairs);
+  for (int64_t i = 0; i < num_pairs; ++i) {
+    out[2 * i] = pairs[2 * i];
+    out[2 * i + 1] = in[2 * i] = i;
+    in[2 * i + 1] = pairs[2 * i + 1];
+  }
+  TransferPairs transfer;
+  transfer.count = num_pairs;
+  transfer.host = out.data();
+  launch_transfer(src, aside, transfer, 0, workspace, stream);
+  transfer.host = in.data();
+  launch_transfer(aside, dst, transfer, 0, workspace, stream);
+}
+
 }  // namespace
 
 void launch_swap_blocks(const std::vector<BlockArray>& src, const std::vector<BlockArray>& dst, const int64_t* pairs,
-                        int64_t num_pairs, CopyDirection direction, bool host_is_pinned, Workspace& workspace,
-                        cudaStream_t stream) {
+                        int64_t num_pairs, CopyDirection direction, Overlap overlap, bool host_is_pinned,
+                        Workspace& workspace, cudaStream_t stream) {
   if (src.empty() || num_pairs == 0) return;
+  if (overlap == Overlap::kOther) return copy_aside(src, dst, pairs, num_pairs, workspace, stream);
   TransferPairs transfer;
   transfer.host = pairs;
   transfer.count = num_pairs;
