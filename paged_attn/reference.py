@@ -284,12 +284,12 @@ def merge_attn_states(
     """
     lse = torch.logaddexp(lse_a.double(), lse_b.double())
 
-    def share(output: Tensor, part: Tensor) -> Tensor:
-        present = (part != -math.inf).unsqueeze(-1)
-        weight = (part.double() - lse).exp().unsqueeze(-1)
+    def share(output: Tensor, own: Tensor, other: Tensor) -> Tensor:
+        present = (own != -math.inf).unsqueeze(-1)
+        weight = torch.where(own == other, 0.5, torch.sigmoid(own.double() - other.double())).unsqueeze(-1)
         return torch.where(present, weight * output.double(), 0.0)
 
-    output = share(output_a, lse_a) + share(output_b, lse_b)
+    output = share(output_a, lse_a, lse_b) + share(output_b, lse_b, lse_a)
     output = output.to(output_a.dtype) if out is None else out.copy_(output)
     return output, lse.float() if out_lse is None else out_lse.copy_(lse)
 

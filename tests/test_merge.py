@@ -8,6 +8,8 @@ import torch
 from paged_attn import reference
 from paged_attn.testing import FLOAT_DTYPES, assert_close, peaky_batch
 
+from .conftest import Ops
+
 
 def partial(value, lse, device, dtype=torch.float32):
     """A result of 2 tokens, 3 heads, 64 elements: one value, one LSE."""
@@ -70,6 +72,20 @@ def check_large_lse(ops):
     output, lse = ops.merge_attn_states(*partial(1.0, 500.0, ops.device), *partial(3.0, -500.0, ops.device))
     assert_close(output, 1.0, tolerance=0)
     assert_close(lse, 500.0, tolerance=0)
+
+
+def check_infinite_lse(ops):
+    """The side of a sink of inf takes all of the weight; two of them halve it."""
+    infinite = (1.0, math.inf)
+    for a, b, expected in ((infinite, SOME, 1.0), (SOME, infinite, 1.0), (infinite, (2.0, math.inf), 1.5)):
+        output, lse = ops.merge_attn_states(*partial(*a, ops.device), *partial(*b, ops.device))
+        assert_close(output, expected, tolerance=0)
+        assert_close(lse, math.inf, tolerance=0)
+
+
+@pytest.mark.parametrize("module", ["ops", "reference"])
+def test_infinite_lse(ops, module):
+    check_infinite_lse(ops if module == "ops" else Ops(reference, ops.device))
 
 
 def test_large_lse(ops):

@@ -17,7 +17,8 @@ void merge_row(const T* a, float lse_a, const T* b, float lse_b, T* out, float* 
     *out_lse = lse_a == kEmpty ? lse_b : lse_a;
   } else {
     const float high = lse_a > lse_b ? lse_a : lse_b;
-    const float weight_a = std::exp(lse_a - high), weight_b = std::exp(lse_b - high), sum = weight_a + weight_b;
+    const auto weigh = [&](float lse) { return lse == high ? 1.f : std::exp(lse - high); };  // high may be infinite
+    const float weight_a = weigh(lse_a), weight_b = weigh(lse_b), sum = weight_a + weight_b;
     const float share_a = weight_a / sum, share_b = weight_b / sum;
     for (int d = 0; d < head_dim; ++d) out[d] = from_float<T>(share_a * to_float(a[d]) + share_b * to_float(b[d]));
     *out_lse = high + std::log(sum);

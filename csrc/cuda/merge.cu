@@ -34,8 +34,9 @@ __global__ void __launch_bounds__(kThreads)
   float a[8], b[8];
   to_float(piece_a, T{}, a);
   to_float(piece_b, T{}, b);
-  const float largest = fmaxf(lse_a, lse_b), base = largest == -INFINITY ? 0.0f : largest;
-  const float exp_a = expf(lse_a - base), exp_b = expf(lse_b - base), sum = exp_a + exp_b;
+  const float largest = fmaxf(lse_a, lse_b);
+  const auto weigh = [&](float lse) { return lse == -INFINITY ? 0.0f : lse == largest ? 1.0f : expf(lse - largest); };
+  const float exp_a = weigh(lse_a), exp_b = weigh(lse_b), sum = exp_a + exp_b;
   const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncwarp();
   if (active) store_piece(static_cast<T*>(p.out) + offset(p.out_strides) + element, from_float(a, T{}), out_aligned);
-  if (in_range && threadIdx.x == 0) p.out_lse[offset(p.out_lse_strides)] = base + logf(sum);
+  if (in_range && threadIdx.x == 0) p.out_lse[offset(p.out_lse_strides)] = largest + logf(sum);
 }
 
 }  // namespace
