@@ -86,7 +86,9 @@ def paged_attention(
             256.
         key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` of the query's dtype, or
             float8_e4m3fn, float8_e5m2 or int8; ``num_heads`` is a multiple of ``num_kv_heads``.
-        block_table: int32 ``[num_seqs, max_blocks]``. Entries that hold no visible key are never read.
+        block_table: int32 ``[num_seqs, max_blocks]``. Entries that hold no visible key are never read. Others are
+            checked on the CPU alone; on CUDA an id of no block makes the rows of its sequence meaningless, those of no
+            other, and nothing outside the cache is read.
         seq_lens: int32 ``[num_seqs]``: tokens in the cache, those of this call included.
         cu_seqlens_q: int32 ``[num_seqs + 1]``, prefix sums of the query lengths; None: one query token a sequence.
         scale: of the scores; default ``head_dim ** -0.5``.

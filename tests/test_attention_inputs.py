@@ -5,9 +5,24 @@ import math
 import pytest
 import torch
 
-from paged_attn.testing import FLOAT_DTYPES, QUANTISED_DTYPES, Batch, assert_close, assert_same_bits, bits, peaky_batch
+from paged_attn.testing import (
+    FLOAT_DTYPES,
+    GARBAGE_IDS,
+    QUANTISED_DTYPES,
+    Batch,
+    assert_close,
+    assert_same_bits,
+    bits,
+    peaky_batch,
+)
 
 STEPS = {"decode": ([300, 17, 1], None), "mixed": ([300, 17, 40, 5], [1, 5, 40, 2])}
+WRONG_BLOCK_STEPS = {
+    "decode": ([300, 700, 90], None),
+    "verification": ([300, 700, 90], [4, 8, 2]),
+    "prefill": ([300, 700, 90], [100, 130, 40]),
+    "mixed": ([300, 700, 90], [1, 260, 5]),
+}
 
 
 def replaced(batch, **tensors):
@@ -170,3 +185,32 @@ def test_cache_without_blocks(attention_ops, dtype, query_lens):
     batch = peaky_batch([0, 0], query_lens, dtype=dtype, head_dim=64).to(attention_ops.device)
     batch = replaced(batch, key_cache=batch.key_cache[:0], value_cache=batch.value_cache[:0])
     assert_close(batch.run(attention_ops.paged_attention), torch.zeros_like(batch.query), tolerance=0)
+
+
+@pytest.mark.parametrize("wrong", [*GARBAGE_IDS, -(2**31)])
+@pytest.mark.parametrize("step", WRONG_BLOCK_STEPS)
+@pytest.mark.parametrize("scale_kind", [None, "head", "token_head"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_wrong_blocks(attention_ops, layout, scale_kind, step, wrong):
+    """Ids of no block where the second sequence sees keys: refused on the CPU; on CUDA they harm no other sequence."""
+    seq_lens, query_lens = WRONG_BLOCK_STEPS[step]
+    batch = peaky_batch(
+        seq_lens,
+        query_lens,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        cache_dtype=torch.float8_e4m3fn if scale_kind else None,
+        scale_kind=scale_kind,
+        layout=layout,
+    )
+    table = batch.block_table.clone()
+    table[1, torch.tensor([0, 2, 3, 11])] = len(batch.key_cache) if wrong == "num_blocks" else wrong
+    damaged = replaced(batch, block_table=table).to(attention_ops.device)
+    if attention_ops.device == "cpu":
+        with pytest.raises(ValueError, match=r"block_table\[1, 0\]"):
+            damaged.run(attention_ops.paged_attention)
+        return
+    output, expected = damaged.run(attention_ops.paged_attention).cpu(), batch.expected()
+    lens = query_lens or [1, 1, 1]
+    for rows, right in list(zip(output.split(lens), expected.split(lens), strict=True))[::2]:
+        assert_close(rows, right)

@@ -16,10 +16,11 @@ struct KernelArgs {
   Heads heads;
   Plan plan;
   Partials partials;
-  int min_share;    // least work of a CTA
-  bool deals;       // query tiles are dealt whole as far as they fill the grid
-  Divisor block;    // p.block_size
-  int stages;       // of the ring that K and V arrive in, at least 2
+  int min_share;        // least work of a CTA
+  bool deals;           // query tiles are dealt whole as far as they fill the grid
+  Divisor block;        // p.block_size
+  unsigned last_block;  // of the cache
+  int stages;           // of the ring that K and V arrive in, at least 2
   int query_bytes;  // a copy: 16 where every row starts at a multiple of 16 bytes, else 8, else 1 (element by element)
   int cache_bytes;  // the same for K and V
   bool plain_copies;                    // whole rows by 16 bytes

@@ -46,6 +46,7 @@ inline KernelArgs kernel_args(const AttentionParams& p, QueryRange range) {
   args.range = range;
   args.heads = Heads(p);
   args.block = Divisor(p.block_size);
+  args.last_block = static_cast<unsigned>(std::max<int64_t>(1, p.num_blocks) - 1);
   const int query_size = element_size(p.dtype), cache_size = element_size(p.cache_dtype);
   args.query_bytes =
       copy_bytes({p.query}, {p.query_strides.token, p.query_strides.head}, p.head_dim * query_size, query_size);

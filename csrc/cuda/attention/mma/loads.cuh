@@ -53,16 +53,18 @@ class Loader {
   static constexpr int kRunRows = kThreadRows < 8 ? kThreadRows : 8, kRuns = kThreadRows / kRunRows;
   static_assert(kRunRows <= kRowChunks);
 
-  // Of each of this thread's runs, the block of key threadIdx.x % kRunRows: the threads of a run know them all.
+  // Of each of this thread's runs, the block of key threadIdx.x % kRunRows: the threads of a run know them all.  An id
+  // of no block becomes that of the last one.
   struct Blocks {
     int of_run[kRuns];
   };
   __device__ Blocks find_blocks(const PieceView& view, int tile) const {
     Blocks blocks;
 #pragma unroll
-    for (int run = 0; run < kRuns; ++run)
-      blocks.of_run[run] =
-          __ldg(view.blocks + args_.block.quotient(min(tile * C::kKeys + own_row(run), view.last_key)));
+    for (int run = 0; run < kRuns; ++run) {
+      const int place = args_.block.quotient(min(tile * C::kKeys + own_row(run), view.last_key));
+      blocks.of_run[run] = min(static_cast<unsigned>(__ldg(view.blocks + place)), args_.last_block);
+    }
     return blocks;
   }
 

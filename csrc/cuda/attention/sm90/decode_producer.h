@@ -93,7 +93,7 @@ __device__ __forceinline__ void load_query(const DecodeArgs& a, uint32_t buffer,
 
 // Scales of K or V for the tokens of a stage, into [head][token], kWidth adjacent tokens a copy; completion counts on
 // `barrier`.  `box`: what each lane has looked up, `source`: the lane with the first box of the stage, `present`: the
-// lanes whose boxes are read.
+// lanes whose boxes are read and lie in the cache; scales elsewhere become 0.
 template <class Traits, int kWidth>
 __device__ __forceinline__ void load_scales(const ScaleView& scale, int box_shift, uint32_t dst, const Box& box,
                                             int source, unsigned present, int head_group, uint32_t barrier) {
@@ -178,6 +178,7 @@ __device__ __forceinline__ void produce(const DecodeArgs& a, const CUtensorMap* 
       if constexpr (Traits::kTokenScales) {
         const ScaleView& scale = tensor ? a.p.v_scale : a.p.k_scale;
         const uint32_t dst = ring.scales<Traits>(stage.index, tensor);
+        const unsigned present = __ballot_sync(~0u, now.present && static_cast<unsigned>(now.page) < a.p.num_blocks);
         if (a.adjacent_scales)
           load_scales<Traits, 4>(scale, a.box_shift, dst, now, source, present, head_group, full);
         else

@@ -107,7 +107,9 @@ class PieceWalk {
   __device__ __forceinline__ int block_of(int step) const {
     const int key = step * kKeys + row();
     const bool needed = step >= steps_.first && row() < kKeys && key < seq_len_ && key + p_.box_rows > first_visible_;
-    return needed ? __ldg(table_ + next_place_) & INT_MAX : -1;  // a negative id: past the cache, where TMA reads 0
+    if (!needed) return -1;
+    // A negative id lies past the cache, as any that is too large: TMA reads 0 there.
+    return min(static_cast<unsigned>(__ldg(table_ + next_place_)), static_cast<unsigned>(INT_MAX));
   }
 
   const PrefillParams& p_;

@@ -59,7 +59,7 @@ class TokenScales {
     stage_.advance();
   }
 
-  // Those of the step of entry_; 0 for tokens that the sequence does not see.
+  // Those of the step of entry_; 0 for tokens that the sequence does not see, and where an id is not one of the cache.
   __device__ __forceinline__ void fetch(const TileRows& tile, int step) {
     const AttentionParams& a = p_.attention;
     const int begin = first_visible_key(a, tile) - step * kKeys, end = tile.seq_len - step * kKeys;
@@ -68,7 +68,7 @@ class TokenScales {
       const int row = i * 32 + lane(), place = __umulhi(first_slot_ + row, p_.block_inverse);
       const int slot = first_slot_ + row - place * a.block_size, block = __shfl_sync(~0u, entry_, place);
       key_[i] = value_[i] = 0.f;
-      if (row >= begin && row < end) {
+      if (row >= begin && row < end && static_cast<unsigned>(block) < a.num_blocks) {
         key_[i] = load(a.k_scale, block, slot, tile.kv_head);
         value_[i] = load(a.v_scale, block, slot, tile.kv_head);
       }
