@@ -90,11 +90,12 @@ struct Walk {
 };
 
 // How many CTAs take part when the prefill kernel runs beside this one: as large a part of them as of the work, so that
-// both end together.  A multiprocessor reads a key and its value in the time it takes to multiply about 32 packed rows
-// for each of their bytes per element with them.
+// both end together.  A multiprocessor takes as long to decode with a key and its value as to multiply kBalance packed
+// rows of prefill with them.  Rather too many: CTAs of prefill take over where decode ends, but not the other way
+// round.
 template <class Traits>
 __device__ __forceinline__ unsigned ctas_beside_prefill(const DecodeArgs& a, unsigned total) {
-  constexpr int kBalance = 32 * sizeof(typename Traits::Cache);
+  constexpr int kBalance = Traits::kRows == 8 ? 88 : 192;
   const AttentionParams& p = a.p;
   unsigned prefill = 0;  // in tiles
   for (int seq = threadIdx.x % 32; seq < p.num_seqs; seq += 32) {
