@@ -182,6 +182,8 @@ class PrefillConsumer : PrefillRows<Traits> {
     pin(o_);
     pin(p_frag_);
     release_value();
+    // The assembler would put that arrival after all of the softmax, and the stage is waited for by those who convert.
+    if constexpr (Traits::kQuantized) hold<Traits::kProducers == 2>(output_rescale_[0]);
   }
   // Of rows begin .. end - 1 of the thread.
   __device__ __forceinline__ void rescale_output(int begin, int end) {
