@@ -270,7 +270,8 @@ def plot(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="write, rope, gather, copy, merge or swap (default: all)")
+    kinds = ["write", "rope", "gather", "copy", "merge", "swap"]
+    parser.add_argument("--only", choices=kinds, help="one kind; nothing is written")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of cache_ops.json and .svg")
     args = parser.parse_args()
     common.require_cuda()
@@ -283,16 +284,17 @@ def main() -> None:
         "gather": bench_gathers,
         "copy": bench_copy,
         "merge": lambda ceiling: [bench_merge(tokens, ceiling) for tokens in (64, 8192)],
+        "swap": lambda _: bench_swap(),
     }
     with torch.inference_mode():
         for name, bench in benches.items():
             if args.only in (None, name):
                 rows += bench(ceilings.copy_tb_s)
                 torch.cuda.empty_cache()
-        if args.only in (None, "swap"):
-            rows += bench_swap()
     columns = ["case", "MB", "us", "GB/s", "of ceiling", "host us", "torch us", "FlashInfer us", "bytes"]
     common.print_table(rows, columns)
+    if args.only:
+        return
     common.write_results(
         "cache_ops", rows, directory=args.out, copy_tb_s=ceilings.copy_tb_s, read_tb_s=ceilings.read_tb_s
     )

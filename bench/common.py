@@ -24,7 +24,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
+SOURCES = ["setup.py", "csrc", "paged_attn", "bench/*.py", "bench/*.cu"]  # what a result depends on
 ROTATION_BYTES = 1 << 30
 
 Kernel = Callable[[int], object]
@@ -270,8 +272,22 @@ def _cpu_name() -> str:
     return next((line.partition(": ")[2] for line in info.splitlines() if line.startswith("model name")), "CPU")
 
 
+def source_commit() -> str:
+    """The commit that runs: HEAD, with "-dirty" where the code differs from it; "unknown" outside a git checkout.
+
+    ``COMMIT`` in the environment comes first.
+    """
+    named = os.environ.get("COMMIT")
+    if named or not (ROOT / ".git").exists():
+        return named or "unknown"
+    git = ("git", "-C", str(ROOT))
+    head = _output_of(*git, "rev-parse", "--short=12", "HEAD")
+    changed = _output_of(*git, "status", "--porcelain", "--", *SOURCES)
+    return "unknown" if head is None or changed is None else f"{head}-dirty" if changed else head
+
+
 def run_record(device: str = "cuda") -> dict[str, object]:
-    """Where and when a result was measured. ``COMMIT`` in the environment names the commit outside a git checkout."""
+    """Where and when a result was measured, and what."""
     if device == "cpu":
         facts: dict[str, object] = {"device": _cpu_name(), "threads": torch.get_num_threads()}
     else:
@@ -285,7 +301,7 @@ def run_record(device: str = "cuda") -> dict[str, object]:
     return {
         **facts,
         "torch": torch.__version__,
-        "commit": os.environ.get("COMMIT") or _output_of("git", "rev-parse", "--short=12", "HEAD"),
+        "commit": source_commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

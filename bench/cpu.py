@@ -18,8 +18,9 @@ from torch import Tensor
 
 import paged_attn
 from bench import common
+from paged_attn.cli._arguments import positive
+from paged_attn.cli._models import DTYPES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 BLOCK_SIZE = 16
 
@@ -175,8 +176,8 @@ def bench(case: Case, rounds: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=21, help="samples of each column; medians are shown")
+    parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument("--rounds", type=positive, default=21, help="samples of each column; medians are shown")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="write bench/results/cpu.json")

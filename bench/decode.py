@@ -25,6 +25,7 @@ from torch import Tensor
 
 import paged_attn
 from bench import common
+from paged_attn.cli._arguments import positive
 
 ROOT = Path(__file__).parent.parent
 CEILING = ROOT / "build" / "decode_ceiling.so"
@@ -329,7 +330,7 @@ def host_cost() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9, help="timings of each kernel (default: 9)")
+    parser.add_argument("--rounds", type=positive, default=9, help="timings of each kernel (default: 9)")
     parser.add_argument("--kv", choices=["bf16", "fp8", "int8"], default="bf16", help="dtype of the cache")
     parser.add_argument("--layout", choices=["HND", "NHD"], default="HND", help="of the cache")
     parser.add_argument("--flashinfer", action="store_true", help="FlashInfer too, which compiles at first use")

@@ -6,20 +6,19 @@ call by call in turn. "Cold" means that more than the last-level cache was writt
 """
 
 import argparse
-import json
-import os
 import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from bench import common
 from paged_attn import PagedKVCache, _host
+from paged_attn.cli._arguments import positive
 from tests.cache_model import ModelManager, block_key, root_key
 
 BLOCK_SIZE = 16
@@ -158,19 +157,11 @@ def hashes(samples: Samples, rounds: int) -> None:
         samples.time(case, "Python loops", by_hashlib)
 
 
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=100, help="samples of each call")
+    parser.add_argument("--rounds", type=positive, default=100, help="samples of each call")
     parser.add_argument("--gate", action="store_true", help="fail where a median misses its gate")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "host.json")
+    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of host.json")
     args = parser.parse_args()
     samples = Samples()
     decode(samples, 32_768, args.rounds)
@@ -180,22 +171,16 @@ def main() -> int:
     decode(samples, 1_000_000, args.rounds)
     prompts(samples, 1_000_000, args.rounds)
     rows = samples.rows()
-    from bench.common import _output_of, print_table
-
-    record = {
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "sha_instructions": _host.sha256_has_instructions(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": os.environ.get("COMMIT") or _output_of("git", "rev-parse", "--short=12", "HEAD"),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "unit": "microseconds a call, median",
-        "rows": rows,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
-    print_table(rows, ["case", "_host", "PagedKVCache", "Python loops", "gate"])
+    common.write_results(
+        "host",
+        rows,
+        device="cpu",
+        directory=args.out,
+        sha_instructions=_host.sha256_has_instructions(),
+        python=platform.python_version(),
+        unit="microseconds a call, median",
+    )
+    common.print_table(rows, ["case", "_host", "PagedKVCache", "Python loops", "gate"])
     missed = [row["case"] for row in rows if row["gate"] and row["_host"] > row["gate"]]
     if missed:
         print("gate missed:", "; ".join(missed))

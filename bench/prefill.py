@@ -20,6 +20,7 @@ from torch import Tensor
 
 import paged_attn
 from bench import common
+from paged_attn.cli._arguments import positive
 
 aten = torch.ops.aten
 
@@ -340,7 +341,7 @@ def accuracy(dtype: torch.dtype, head_dim: int, query_len: int = 512, seq_len: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9, help="timings of each kernel (default: 9)")
+    parser.add_argument("--rounds", type=positive, default=9, help="timings of each kernel (default: 9)")
     parser.add_argument(
         "--only",
         choices=["prefill", "verify", "variants", "quantised", "mixed", "accuracy"],

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import common
+from paged_attn.cli._arguments import device, folder, positive
 from paged_attn.cli._models import DTYPES, SMOLLM2_FILE, load_model
 from paged_attn.integrations import transformers as paged
 from paged_attn.reference import QUANTISED_MAX
@@ -96,12 +97,16 @@ def measure(model, token_ids: Tensor, *, num_calibration: int, chunk: int = 128)
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", metavar="PATH", help="folder of a transformers causal LM (default: SmolLM2-135M)")
+    parser.add_argument(
+        "--model", type=folder, metavar="PATH", help="folder of a transformers causal LM (default: SmolLM2-135M)"
+    )
     parser.add_argument("--text", type=Path, default=TEXT, help="default: bench/data/quality.txt")
-    parser.add_argument("--max-tokens", type=int, help="read no more than this many (default: the whole text)")
-    parser.add_argument("--calibration", type=int, default=256, metavar="TOKENS", help="first tokens, not scored")
-    parser.add_argument("--chunk", type=int, default=128, metavar="TOKENS", help="tokens the model reads at a time")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--max-tokens", type=positive, help="read no more than this many (default: the whole text)")
+    parser.add_argument("--calibration", type=positive, default=256, metavar="TOKENS", help="first tokens, not scored")
+    parser.add_argument(
+        "--chunk", type=positive, default=128, metavar="TOKENS", help="tokens the model reads at a time"
+    )
+    parser.add_argument("--device", type=device, default="cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model and its own cache")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of quality.json and .md")
     arguments = parser.parse_args(argv)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from paged_attn.cli import _traces as traces
+from paged_attn.cli._arguments import non_negative, positive
 from paged_attn.cli.serve_bench import make_prompts, serve
 from paged_attn.engine import Engine, SamplingParams
 
@@ -30,16 +31,22 @@ KINDS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=traces.SHAPES, default="llama-3-8b")
-    parser.add_argument("--num-requests", type=int, default=96)
-    parser.add_argument("--num-blocks", type=int, default=8192)
-    parser.add_argument("--max-num-seqs", type=int, default=96)
-    parser.add_argument("--max-batch-tokens", type=int, nargs="*", default=[8192], help="one measurement each")
-    parser.add_argument("--live", type=int, nargs="*", default=[1, 8, 24], help="sequences of the profiled steps")
+    parser.add_argument("--num-requests", type=positive, default=96)
+    parser.add_argument("--num-blocks", type=positive, default=8192)
+    parser.add_argument("--max-num-seqs", type=positive, default=96)
+    parser.add_argument("--max-batch-tokens", type=positive, nargs="+", default=[8192], help="one measurement each")
+    parser.add_argument("--live", type=positive, nargs="*", default=[1, 8, 24], help="sequences of the profiled steps")
     parser.add_argument("--modes", choices=("graphs", "compile"), nargs="*", default=["graphs", "compile"])
-    parser.add_argument("--peer-requests", type=int, default=16, help="requests for transformers' continuous batching")
-    parser.add_argument("--passes", type=int, default=2, help="measured passes, after one to warm up")
+    parser.add_argument(
+        "--peer-requests", type=non_negative, default=16, help="requests for transformers' continuous batching"
+    )
+    parser.add_argument("--passes", type=positive, default=2, help="measured passes, after one to warm up")
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args()
+    if max(args.live, default=0) > args.max_num_seqs:
+        parser.error(f"argument --live: expected at most --max-num-seqs {args.max_num_seqs}, got {max(args.live)}")
+    if max(args.max_batch_tokens) < args.max_num_seqs:
+        parser.error(f"argument --max-batch-tokens: expected --max-num-seqs {args.max_num_seqs} or more")
     common.require_cuda()
 
     began = time.perf_counter()

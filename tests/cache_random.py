@@ -11,6 +11,7 @@ import torch
 
 import paged_attn
 from paged_attn import OutOfBlocks, PagedKVCache
+from paged_attn.cli._arguments import non_negative, positive
 
 from .cache_model import ModelManager
 
@@ -257,8 +258,8 @@ def run(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200_000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=positive, default=200_000)
+    parser.add_argument("--seed", type=non_negative, default=0)
     args = parser.parse_args()
     done = run(args.seed, args.steps)
     print(f"{args.steps} steps, {done.counts}: {done.cache.stats()}")

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from paged_attn.cli._arguments import device, folder, non_negative, non_negative_number, positive, share
 from paged_attn.cli._models import DTYPES, default_device, default_dtype, load_model
 
 SYSTEM = (
@@ -23,19 +24,27 @@ PROMPTS = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="PATH", help="folder of a transformers causal LM (default: SmolLM2-135M)")
+    parser.add_argument(
+        "--model", type=folder, metavar="PATH", help="folder of a transformers causal LM (default: SmolLM2-135M)"
+    )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated")
     parser.add_argument("--system", default=SYSTEM, metavar="TEXT", help="system prompt, which all prompts share")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="continuations of each prompt, by fork")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="most new tokens (default 64)")
-    parser.add_argument("--temperature", type=float, help="default 0 (greedy) for one sample, 0.8 for several")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--block-size", type=int, default=16, metavar="TOKENS")
-    parser.add_argument("--num-blocks", type=int, default=1024, metavar="N", help="blocks in the pool (default 1024)")
-    parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="most sequences in a step")
-    parser.add_argument("--device", default=default_device())
+    parser.add_argument(
+        "--samples", type=positive, default=1, metavar="N", help="continuations of each prompt, by fork"
+    )
+    parser.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="most new tokens (default 64)")
+    parser.add_argument(
+        "--temperature", type=non_negative_number, help="default 0 (greedy) for one sample, 0.8 for several"
+    )
+    parser.add_argument("--top-k", type=non_negative, default=0, metavar="K")
+    parser.add_argument("--top-p", type=share, default=1.0, metavar="P")
+    parser.add_argument("--seed", type=non_negative, default=0)
+    parser.add_argument("--block-size", type=positive, default=16, metavar="TOKENS")
+    parser.add_argument(
+        "--num-blocks", type=positive, default=1024, metavar="N", help="blocks in the pool (default 1024)"
+    )
+    parser.add_argument("--max-num-seqs", type=positive, default=64, metavar="N", help="most sequences in a step")
+    parser.add_argument("--device", type=device, default=default_device())
     parser.add_argument("--dtype", choices=DTYPES, help="default bfloat16 on a GPU, float32 on the CPU")
     parser.add_argument("--verify", action="store_true", help="compare greedy tokens with transformers' generate()")
 
@@ -43,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from paged_attn.engine import Engine, SamplingParams
 
+    if args.verify and (args.samples > 1 or (args.temperature or 0.0) > 0.0):
+        sys.exit("--verify: needs one greedy sample a prompt")
     began = time.perf_counter()
     dtype = DTYPES[args.dtype or default_dtype(args.device)]
     model, tokenizer = load_model(args.model, args.device, dtype)
@@ -60,22 +71,28 @@ def main(args: argparse.Namespace) -> int:
         n=args.samples,
         seed=args.seed,
     )
-    engine = Engine(
-        model,
-        num_blocks=args.num_blocks,
-        block_size=args.block_size,
-        max_num_seqs=args.max_num_seqs,
-        max_batch_tokens=max(2048, args.max_num_seqs),
-    )
+    try:
+        engine = Engine(
+            model,
+            num_blocks=args.num_blocks,
+            block_size=args.block_size,
+            max_num_seqs=args.max_num_seqs,
+            max_batch_tokens=max(2048, args.max_num_seqs),
+        )
+        for prompt in prompts:
+            engine.add_request(prompt, params)
+    except ValueError as error:
+        sys.exit(str(error))
 
     began, completions, peak = time.perf_counter(), {}, None
     bar = progress_bar(len(prompts) * args.samples * args.max_tokens)
-    for output in engine.stream(prompts, params):
-        bar.update(len(output.token_ids))
+    while engine.has_work:
+        for output in engine.step():
+            bar.update(len(output.token_ids))
+            if output.completion:
+                completions[output.request_id, output.index] = output.completion
         stats = engine.cache.stats()
         peak = stats if peak is None or stats.blocks_used > peak.blocks_used else peak
-        if output.completion:
-            completions[output.request_id, output.index] = output.completion
     bar.close()
     seconds = time.perf_counter() - began
 
@@ -119,8 +136,6 @@ def report(engine, peak, completions: list, generated: int, seconds: float) -> N
 
 def verify(model, prompts: list[list[int]], completions: list, args: argparse.Namespace) -> int:
     """Run each prompt alone through transformers' own cache and eager attention."""
-    if args.samples > 1 or (args.temperature or 0.0) > 0.0:
-        sys.exit("--verify: needs one greedy sample a prompt")
     model.set_attn_implementation("eager")
     wrong = []
     for i, (prompt, completion) in enumerate(zip(prompts, completions)):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from paged_attn import capacity
+from paged_attn.cli._arguments import checked, positive
 from paged_attn.cli._models import DTYPES
 from paged_attn.cli._traces import read_csv
 
@@ -25,23 +26,17 @@ def memory_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[unit])
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return int(text)
-
-
-def head_dim(text: str) -> int:
-    size = positive(text)
-    if size % 8 or size > capacity.MAX_HEAD_DIM:
-        raise argparse.ArgumentTypeError(f"expected a multiple of 8 up to {capacity.MAX_HEAD_DIM}, got {text!r}")
-    return size
+_head_dim = checked(
+    int,
+    lambda d: 8 <= d <= capacity.MAX_HEAD_DIM and d % 8 == 0,
+    f"a multiple of 8 up to {capacity.MAX_HEAD_DIM}",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=positive, required=True)
     parser.add_argument("--kv-heads", type=positive, required=True)
-    parser.add_argument("--head-dim", type=head_dim, required=True)
+    parser.add_argument("--head-dim", type=_head_dim, required=True)
     parser.add_argument("--memory", type=memory_size, required=True, help="for the cache, such as 40GiB")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--block-sizes", type=positive, nargs="+", default=[1, 8, 16, 32, 64, 128, 256])

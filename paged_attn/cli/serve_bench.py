@@ -14,6 +14,7 @@ import torch
 
 from paged_attn._version import __version__
 from paged_attn.cli import _traces as traces
+from paged_attn.cli._arguments import device, folder, non_negative, positive, positive_number
 from paged_attn.cli._models import DTYPES, default_device, default_dtype, load_model
 from paged_attn.cli.generate import progress_bar
 
@@ -21,26 +22,38 @@ from paged_attn.cli.generate import progress_bar
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", default="lognormal", metavar="NAME", help='"lognormal", or a CSV with columns '
                         "input_len and output_len")  # fmt: skip
-    parser.add_argument("--num-requests", type=int, default=96, metavar="N", help="requests of the trace (default 96)")
-    parser.add_argument("--rate", type=float, metavar="R", help="Poisson arrivals a second (default: all at once)")
-    parser.add_argument("--shared-prefix", type=int, default=0, metavar="N", help="tokens that all prompts begin with")
-    parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="factor on all lengths of the trace")
-    parser.add_argument("--seed", type=int, default=0, help="of token ids and arrivals")
+    parser.add_argument(
+        "--num-requests", type=positive, default=96, metavar="N", help="requests of the trace (default 96)"
+    )
+    parser.add_argument(
+        "--rate", type=positive_number, metavar="R", help="Poisson arrivals a second (default: all at once)"
+    )
+    parser.add_argument(
+        "--shared-prefix", type=non_negative, default=0, metavar="N", help="tokens that all prompts begin with"
+    )
+    parser.add_argument(
+        "--scale", type=positive_number, default=1.0, metavar="X", help="factor on all lengths of the trace"
+    )
+    parser.add_argument("--seed", type=non_negative, default=0, help="of token ids and arrivals")
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", metavar="PATH", help="folder of a transformers causal LM")
+    model.add_argument("--model", type=folder, metavar="PATH", help="folder of a transformers causal LM")
     model.add_argument("--shape", choices=traces.SHAPES, default="tiny", help="random weights of this shape")
-    parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the pool (default: 90%% of a GPU)")
-    parser.add_argument("--block-size", type=int, default=16, metavar="TOKENS")
-    parser.add_argument("--num-host-blocks", type=int, default=0, metavar="N", help="host blocks for --preemption swap")
+    parser.add_argument("--num-blocks", type=positive, metavar="N", help="blocks in the pool (default: 90%% of a GPU)")
+    parser.add_argument("--block-size", type=positive, default=16, metavar="TOKENS")
+    parser.add_argument(
+        "--num-host-blocks", type=non_negative, default=0, metavar="N", help="host blocks for --preemption swap"
+    )
     parser.add_argument("--preemption", choices=("recompute", "swap"), default="recompute")
     parser.add_argument("--no-prefix-cache", action="store_true")
-    parser.add_argument("--max-num-seqs", type=int, default=128, metavar="N", help="most sequences in a step")
-    parser.add_argument("--max-batch-tokens", type=int, default=8192, metavar="N", help="most tokens in a step")
-    parser.add_argument("--device", default=default_device())
+    parser.add_argument("--max-num-seqs", type=positive, default=128, metavar="N", help="most sequences in a step")
+    parser.add_argument("--max-batch-tokens", type=positive, default=8192, metavar="N", help="most tokens in a step")
+    parser.add_argument("--device", type=device, default=default_device())
     parser.add_argument("--dtype", choices=DTYPES, help="default bfloat16 on a GPU, float32 on the CPU")
     parser.add_argument("--no-cuda-graphs", action="store_true")
     parser.add_argument("--compile", action="store_true", help="torch.compile the layers")
-    parser.add_argument("--warmup", type=int, default=0, metavar="N", help="unmeasured passes over the trace first")
+    parser.add_argument(
+        "--warmup", type=non_negative, default=0, metavar="N", help="unmeasured passes over the trace first"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write memory over time and latency curves")
 
@@ -75,18 +88,21 @@ def main(args: argparse.Namespace) -> int:
         model, _ = load_model(args.model, args.device, dtype)
     else:
         model = traces.random_model(args.shape, args.device, dtype)
-    engine = Engine(
-        model,
-        num_blocks=args.num_blocks,
-        block_size=args.block_size,
-        num_host_blocks=args.num_host_blocks,
-        enable_prefix_caching=not args.no_prefix_cache,
-        max_num_seqs=args.max_num_seqs,
-        max_batch_tokens=args.max_batch_tokens,
-        preemption=args.preemption,
-        cuda_graphs=False if args.no_cuda_graphs else None,
-        compile=args.compile,
-    )
+    try:
+        engine = Engine(
+            model,
+            num_blocks=args.num_blocks,
+            block_size=args.block_size,
+            num_host_blocks=args.num_host_blocks,
+            enable_prefix_caching=not args.no_prefix_cache,
+            max_num_seqs=args.max_num_seqs,
+            max_batch_tokens=args.max_batch_tokens,
+            preemption=args.preemption,
+            cuda_graphs=False if args.no_cuda_graphs else None,
+            compile=args.compile,
+        )
+    except ValueError as error:
+        sys.exit(str(error))
     loads = make_loads(args, engine.max_model_len)
     prompts = make_prompts(loads, args.shared_prefix, model.config.vocab_size, args.seed)
     for _ in range(args.warmup):

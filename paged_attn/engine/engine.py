@@ -74,6 +74,8 @@ class Engine:
             raise ValueError(f"max_num_seqs: expected at least 1, got {max_num_seqs}")
         if max_batch_tokens < max_num_seqs:
             raise ValueError(f"max_batch_tokens: expected at least max_num_seqs {max_num_seqs}, got {max_batch_tokens}")
+        if max_model_len is not None and max_model_len < 1:
+            raise ValueError(f"max_model_len: expected None or at least 1, got {max_model_len}")
         if cache is not None and cache_options:
             raise ValueError(f"{next(iter(cache_options))}: expected without a cache, whose option it is")
         on_gpu = model.device.type == "cuda"
@@ -238,8 +240,8 @@ class Engine:
 
     def stream(self, prompts: Iterable[Items[int]], params: SamplingParams | None = None) -> Iterator[Output]:
         """Queue the prompts and yield outputs as they come; ``request_id`` counts up in the order of the prompts."""
-        for prompt in prompts:
-            self.add_request(prompt, params)
+        prompts = list(prompts)
+        self._queue(prompts, [params] * len(prompts))
         while self.has_work:
             yield from self.step()
 
@@ -251,19 +253,24 @@ class Engine:
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params: expected {len(prompts)}, one a prompt, got {len(each)}")
-        order: dict[int | str, int] = {}
-        try:
-            for i, (prompt, own) in enumerate(zip(prompts, each)):
-                order[self.add_request(prompt, own)] = i
-        except ValueError:
-            for request_id in order:
-                self.cancel(request_id)
-            raise
+        order = {request_id: i for i, request_id in enumerate(self._queue(prompts, each))}
         done = []
         while self.has_work:
             done += [output.completion for output in self.step() if output.completion]
         done = [completion for completion in done if completion.request_id in order]
         return sorted(done, key=lambda completion: (order[completion.request_id], completion.index))
+
+    def _queue(self, prompts: Items[Items[int]], each: Items[SamplingParams | None]) -> list[int | str]:
+        """Ids of all the prompts' requests; where one is refused, none stays."""
+        request_ids = []
+        try:
+            for prompt, params in zip(prompts, each):
+                request_ids.append(self.add_request(prompt, params))
+        except ValueError:
+            for request_id in request_ids:
+                self.cancel(request_id)
+            raise
+        return request_ids
 
     def stats(self) -> EngineStats:
         """Counts so far; the object is updated as the engine runs."""

@@ -1,0 +1,42 @@
+"""Types of command-line arguments: what they refuse, argparse reports under the option's name."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def checked(convert: Callable[[str], T], holds: Callable[[T], bool], expected: str) -> Callable[[str], T]:
+    """A type of argument: ``convert(text)``, refused where that fails or ``holds`` is false."""
+
+    def parse(text: str) -> T:
+        try:
+            value = convert(text)
+            if holds(value):
+                return value
+        except (ValueError, RuntimeError):  # the latter from torch.device
+            pass
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+
+    return parse
+
+
+def _is_usable(device: str) -> bool:
+    kind, index = torch.device(device).type, torch.device(device).index or 0
+    return kind == "cpu" or (kind == "cuda" and index < torch.cuda.device_count())
+
+
+positive = checked(int, lambda n: n >= 1, "an integer of at least 1")
+non_negative = checked(int, lambda n: n >= 0, "an integer of at least 0")
+positive_number = checked(float, lambda x: 0 < x < math.inf, "a finite number above 0")
+non_negative_number = checked(float, lambda x: 0 <= x < math.inf, "a finite number of at least 0")
+share = checked(float, lambda x: 0 < x <= 1, "a number above 0, at most 1")
+folder = checked(str, os.path.isdir, "a folder that is there")
+device = checked(str, _is_usable, "cpu or a CUDA device that is there")
