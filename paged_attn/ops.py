@@ -101,7 +101,8 @@ def paged_attention(
         k_scale, v_scale: float32, of one element, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, any
             strides; the values of a quantised cache are ``stored * scale``. None: 1. Decode on Hopper is fastest where
             the scales of a head's tokens are adjacent in a block.
-        out: written and returned in place of a new tensor; shape and dtype of ``query``.
+        out: written and returned in place of a new tensor; shape and dtype of ``query``. Not where an argument requires
+            a gradient.
         return_lse: return ``(output, lse)``, ``lse`` float32 ``[num_tokens, num_heads]``, natural logarithm.
         batch_invariant: a row's bits depend on its own sequence alone, not on the batch, the table's width or padding.
         max_seqlen_q: a bound on the query tokens of a sequence, to choose a kernel by.
@@ -112,6 +113,7 @@ def paged_attention(
 
     Raises:
         ValueError: arguments that do not fit together, or that the forced backend cannot serve.
+        RuntimeError: in a backward pass through the result; there is none.
     """
     if window_size is not None and window_size < 1:
         raise ValueError(f"window_size: expected None or at least 1, got {window_size}")
@@ -135,12 +137,15 @@ def paged_attention(
         options["flags"] = flags
     if out is None:
         out, lse = _attention(*tensors, return_lse=return_lse, **options)
+        if out.requires_grad:
+            out, lse = _without_backward((out, lse), (*tensors, *options.values()))
     else:
+        if torch.is_grad_enabled():
+            _check_no_gradient((*tensors, *options.values()))
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
         if return_lse:
             options["lse"] = lse
         _attention_out(*tensors, out=out, **options)
-    _without_backward(out, lse)
     return (out, lse) if return_lse else out
 
 
@@ -302,25 +307,57 @@ def merge_attn_states(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together.
     """
+    operands = (output_a, lse_a, output_b, lse_b)
     if out is None and out_lse is None:
-        merged = _merge(output_a, lse_a, output_b, lse_b)
-        _without_backward(*merged)
-        return merged
+        out, out_lse = _merge(*operands)
+        if out.requires_grad or out_lse.requires_grad:
+            out, out_lse = _without_backward((out, out_lse), operands)
+        return out, out_lse
+    if torch.is_grad_enabled():
+        _check_no_gradient(operands)
     out = torch.empty_like(output_a) if out is None else out
     out_lse = torch.empty_like(lse_a) if out_lse is None else out_lse
-    _merge_out(output_a, lse_a, output_b, lse_b, out, out_lse)
+    _merge_out(*operands, out, out_lse)
     return out, out_lse
 
 
-def _without_backward(*results: Tensor | None) -> None:
-    """Let a backward pass through ``results`` fail, where torch would only warn and leave gradients out."""
-    for result in results:
-        if result is not None and result.requires_grad and not torch.compiler.is_compiling():
-            result.register_hook(_refuse_backward)
-
-
-def _refuse_backward(_: Tensor) -> None:
+@torch.library.custom_op(
+    "paged_attn::refuse_backward", mutates_args=(), schema="(Tensor gradient, SymInt[] size) -> Tensor"
+)
+def _refuse_backward(gradient: Tensor, size: Sequence[int]) -> Tensor:
     raise RuntimeError("paged_attn has no backward pass: call it under torch.no_grad() or torch.inference_mode()")
+
+
+@_refuse_backward.register_fake
+def _(gradient: Tensor, size: Sequence[int]) -> Tensor:
+    return gradient.new_empty(size)
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """``result`` unchanged, as a function of ``inputs`` whose gradients cannot be had.
+
+    An op takes the place of the gradients: a compiled graph, which traces the backward pass ahead, raises when it runs.
+    """
+
+    @staticmethod
+    def forward(ctx, result: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.sizes = [tensor.shape for tensor in inputs]
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(_refuse_backward(gradient, size) for size in ctx.sizes)
+
+
+def _without_backward(results: Sequence[Tensor], arguments: Sequence[object]) -> list[Tensor]:
+    """Let a backward pass through ``results`` fail, where torch would only warn and leave gradients out."""
+    inputs = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
+    return [_WithoutBackward.apply(result.detach(), *inputs) for result in results]
+
+
+def _check_no_gradient(arguments: Sequence[object]) -> None:
+    if any(isinstance(value, Tensor) and value.requires_grad for value in arguments):
+        raise ValueError("out: expected None where an argument requires a gradient: there is no backward pass")
 
 
 def _as_list(name: str, caches: Sequence[Tensor] | Tensor) -> list[Tensor]:

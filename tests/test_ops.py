@@ -1,5 +1,6 @@
 """What PyTorch asks of ops (group G): schemas, fake implementations and compilation of every registered op."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -242,15 +243,47 @@ def test_no_hidden_clone_of_the_cache(cuda):
     assert torch.cuda.max_memory_allocated() - before < cache_bytes / 4
 
 
-@pytest.mark.parametrize("through", ["output", "lse", "merged"])
-def test_a_backward_pass_is_refused(ops, through):
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("through", ["output", "lse", "merged", "cache"])
+def test_a_backward_pass_is_refused(ops, through, compiled):
     """Gradients that are not there would be taken for zeros."""
     batch = peaky_batch([20, 5, 33], device=ops.device)
-    batch.query.requires_grad_()
-    output, lse = batch.run(ops.paged_attention, return_lse=True)
-    if through == "merged":
-        merged = ops.merge_attn_states(output, lse, output.detach(), lse.detach())
-        output, lse = merged[0], merged[1].detach()
-    loss = lse.sum() if through == "lse" else output.sum()
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        if through == "cache":
+            output = ops.paged_attention(
+                batch.query, batch.key_cache * weight, batch.value_cache, batch.block_table, batch.seq_lens
+            )
+            return output.sum() + weight.sum()
+        output, lse = ops.paged_attention(
+            batch.query * weight,
+            batch.key_cache,
+            batch.value_cache,
+            batch.block_table,
+            batch.seq_lens,
+            return_lse=True,
+        )
+        if through == "merged":
+            output, _ = ops.merge_attn_states(output.detach() * weight, lse.detach(), output.detach(), lse.detach())
+        return (lse if through == "lse" else output).sum() + weight.sum()
+
+    weight = torch.ones(1, device=ops.device, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*backward.*")
+        result = (torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss)(weight)
     with pytest.raises(RuntimeError, match="no backward pass"):
-        (loss + batch.query.sum()).backward()
+        result.backward()
+
+
+def test_out_takes_no_gradient(ops):
+    """As in torch: what is written in place would look like a constant."""
+    batch = peaky_batch([20, 5, 33], device=ops.device)
+    out = torch.empty_like(batch.query)
+    batch.query.requires_grad_()
+    with pytest.raises(ValueError, match="out: expected None where an argument requires a gradient"):
+        batch.run(ops.paged_attention, out=out)
+    lse = torch.zeros(batch.query.shape[:2], device=ops.device)
+    with pytest.raises(ValueError, match="out: expected None where an argument requires a gradient"):
+        ops.merge_attn_states(batch.query, lse, out, lse, out=out)
+    with torch.no_grad():
+        assert_same_bits(batch.run(ops.paged_attention, out=out), batch.run(ops.paged_attention))
