@@ -86,27 +86,65 @@ inline bool same_array(const BlockArray& a, const BlockArray& b) {
          std::equal(x.strides, x.strides + 3, y.strides);
 }
 
-// Whether some range of memory, from an array's first byte to its last, is touched by both sides.
-inline bool ranges_meet(const BlockArrays& arrays) {
-  struct Range {
-    const char *begin, *end;
-    bool is_dst;
-  };
-  std::vector<Range> ranges;
-  for (const std::vector<BlockArray>* side : {&arrays.src, &arrays.dst})
-    for (const BlockArray& a : *side) {
-      if (a.shape.bytes() == 0) continue;
-      int64_t size = (a.num_blocks - 1) * a.block_stride + a.shape.row_bytes;
-      for (int k = 0; k < 3; ++k) size += (a.shape.sizes[k] - 1) * a.shape.strides[k];
-      const char* begin = static_cast<const char*>(a.data);
-      ranges.push_back({begin, begin + size, side == &arrays.dst});
-    }
-  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
-  const char* end[2] = {nullptr, nullptr};  // the furthest so far, of src and dst
-  for (const Range& r : ranges) {
-    if (r.begin < end[!r.is_dst]) return true;
-    end[r.is_dst] = std::max(end[r.is_dst], r.end);
+struct Dim {
+  int64_t stride, size;  // stride in bytes
+};
+
+// All bytes of an array: rows along dimensions, the widest stride first, those of size 1 left out.
+struct Grid {
+  const char *begin, *end;
+  int64_t row_bytes;
+  std::vector<Dim> dims;
+
+  // From the first byte to the last of the dimensions from `first` on.
+  int64_t extent(size_t first) const {
+    int64_t bytes = row_bytes;
+    for (; first < dims.size(); ++first) bytes += (dims[first].size - 1) * dims[first].stride;
+    return bytes;
   }
+};
+
+inline Grid grid_of(const BlockArray& a) {
+  const char* begin = static_cast<const char*>(a.data);
+  Grid grid = {begin, begin, a.shape.row_bytes, {}};
+  if (a.num_blocks == 0 || a.shape.bytes() == 0) return grid;
+  if (a.num_blocks > 1) grid.dims.push_back({a.block_stride, a.num_blocks});
+  for (int k = 0; k < 3; ++k)
+    if (a.shape.sizes[k] > 1) grid.dims.push_back({a.shape.strides[k], a.shape.sizes[k]});
+  std::sort(grid.dims.begin(), grid.dims.end(), [](const Dim& x, const Dim& y) { return x.stride > y.stride; });
+  grid.end = begin + grid.extent(0);
+  return grid;
+}
+
+// Whether grids of equal strides share a byte, the dimensions from `first` on of b beginning `distance` bytes after
+// those of a.  Exact where every stride spans all that is inside it, as in views of one tensor; else true at times
+// where they do not.
+inline bool grids_meet(const Grid& a, const Grid& b, int64_t distance, size_t first) {
+  if (distance >= a.extent(first) || distance <= -b.extent(first)) return false;
+  if (first == a.dims.size()) return true;
+  const int64_t stride = a.dims[first].stride;
+  if (stride < a.extent(first + 1) || stride < b.extent(first + 1)) return true;
+  const int64_t below = distance / stride - (distance % stride < 0);
+  for (const int64_t steps : {below, below + 1})  // along a, back to where b begins
+    if (steps < a.dims[first].size && -steps < b.dims[first].size &&
+        grids_meet(a, b, distance - steps * stride, first + 1))
+      return true;
+  return false;
+}
+
+inline bool grids_meet(const Grid& a, const Grid& b) {
+  const auto same_stride = [](const Dim& x, const Dim& y) { return x.stride == y.stride; };
+  if (!std::equal(a.dims.begin(), a.dims.end(), b.dims.begin(), b.dims.end(), same_stride)) return true;
+  return grids_meet(a, b, b.begin - a.begin, 0);
+}
+
+inline bool sides_meet(const BlockArrays& arrays) {
+  std::vector<Grid> src, dst;
+  for (const BlockArray& a : arrays.src) src.push_back(grid_of(a));
+  for (const BlockArray& a : arrays.dst) dst.push_back(grid_of(a));
+  for (const Grid& a : src)
+    for (const Grid& b : dst)
+      if (a.begin < b.end && b.begin < a.end && grids_meet(a, b)) return true;
   return false;
 }
 
@@ -115,7 +153,7 @@ inline bool ranges_meet(const BlockArrays& arrays) {
 inline Overlap overlap_of(const BlockArrays& arrays) {
   if (std::equal(arrays.src.begin(), arrays.src.end(), arrays.dst.begin(), detail::same_array))
     return Overlap::kOnePool;
-  return detail::ranges_meet(arrays) ? Overlap::kOther : Overlap::kNone;
+  return detail::sides_meet(arrays) ? Overlap::kOther : Overlap::kNone;
 }
 
 // An array that stands in the list again would be copied twice.

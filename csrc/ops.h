@@ -137,6 +137,8 @@ inline KvWriteParams kv_write_params(const Tensor& key, const Tensor& value, con
   check_fits_int("slot_mapping", slot_mapping.size(0) * key_cache.size(2));
   p.k_scale = scale_view("k_scale", k_scale, key_cache);
   p.v_scale = scale_view("v_scale", v_scale, value_cache);
+  for (auto [name, t] : {std::pair{"k_scale", &k_scale}, std::pair{"v_scale", &v_scale}})
+    if (*t && (*t)->dim() == 3) check_written(name, **t);
   if (p.k_scale.data && p.v_scale.data && p.k_scale.per_token() != p.v_scale.per_token())
     fail("v_scale: expected the kind of k_scale, per token or not, got shape ", shape_of(*v_scale));
   p.key = key.data_ptr();
@@ -183,7 +185,7 @@ struct Ops {
       check_device("lse", *lse, "query", query);
       p.lse = static_cast<float*>(lse->data_ptr());
     }
-    if (p.num_tokens > 0) Backend::paged_attention(p, query);
+    Backend::paged_attention(p, query);
   }
 
   static std::tuple<Tensor, Tensor> paged_attention(
@@ -314,7 +316,7 @@ struct Ops {
     Tensor value = torch::stable::new_empty(key_cache, {tokens, key_cache.size(2), key_cache.size(3)}, type);
     p.key = key.data_ptr();
     p.value = value.data_ptr();
-    if (tokens > 0) Backend::gather_kv(p, key_cache);
+    Backend::gather_kv(p, key_cache);
     if (type != wanted) return {torch::stable::to(key, wanted), torch::stable::to(value, wanted)};
     return {key, value};
   }

@@ -321,12 +321,16 @@ def _read_tokens(
     """Tokens ``first .. last - 1`` of one sequence as ``[last - first, Hkv, D]``, dequantised."""
     blocks, offsets = _locate(table_row, first, last, cache.shape[1])
     tokens = cache[blocks, offsets].to(dtype)
-    return tokens if scale is None else tokens * _scale_of(scale, blocks, offsets).to(dtype)
+    return tokens if scale is None else tokens * _scale_of(scale, cache, blocks, offsets).to(dtype)
 
 
-def _scale_of(scale: Tensor, blocks: Tensor | int, offsets: Tensor | int) -> Tensor:
+def _is_per_token(scale: Tensor, cache: Tensor) -> bool:
+    return scale.shape == cache.shape[:3]
+
+
+def _scale_of(scale: Tensor, cache: Tensor, blocks: Tensor | int, offsets: Tensor | int) -> Tensor:
     """The scale in a shape that broadcasts over ``[tokens, Hkv, D]``."""
-    return scale[blocks, offsets].unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)
+    return scale[blocks, offsets].unsqueeze(-1) if _is_per_token(scale, cache) else scale.reshape(-1, 1)
 
 
 def _products(query: Tensor, keys: Tensor) -> Tensor:
@@ -381,10 +385,10 @@ def _write_row(row: Tensor, cache: Tensor, block: int, offset: int, scale: Tenso
         cache[block, offset] = row
         return
     row = row.float()
-    if scale is not None and scale.dim() == 3:
+    if scale is not None and _is_per_token(scale, cache):
         scale[block, offset] = _row_scale(row, cache.dtype)
     if scale is not None:
-        row = row / _scale_of(scale, block, offset).float()
+        row = row / _scale_of(scale, cache, block, offset).float()
     cache[block, offset] = _quantise(row, cache.dtype)
 
 
@@ -429,9 +433,9 @@ def _check_scales(cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None)
             continue
         if cache.dtype not in QUANTISED_MAX:
             raise ValueError(f"{name}: only a quantised cache takes a scale, got a cache of {cache.dtype}")
-        shapes = ((), (1,), (cache.shape[2],), tuple(cache.shape[:3]))
-        if tuple(scale.shape) not in shapes:
-            raise ValueError(f"{name}: expected one of the shapes {shapes}, got {tuple(scale.shape)}")
+        shapes = ((cache.shape[2],), tuple(cache.shape[:3]))
+        if scale.numel() != 1 and tuple(scale.shape) not in shapes:
+            raise ValueError(f"{name}: expected one element, or a shape of {shapes}, got {tuple(scale.shape)}")
 
 
 def _check_pairs(pairs: list[list[int]], num_sources: int, num_destinations: int) -> None:

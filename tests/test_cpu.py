@@ -54,6 +54,19 @@ def test_refuses_query_starts_out_of_order(caches, starts, name):
         attend(caches, [[0, 1], [2, 3]], (4, 4), cu_seqlens_q=ints(*starts))
 
 
+@pytest.mark.parametrize(
+    ("starts", "lengths", "name"), [((0, 0, 1), (4, 4), "cu_seqlens_q"), ((0, 0, 0), (9, 4), "seq_lens")]
+)
+def test_nothing_to_compute_is_checked_all_the_same(caches, starts, lengths, name):
+    table, query = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(0, 1, 8)
+    with pytest.raises(ValueError, match=name):
+        paged_attn.paged_attention(query, *caches, table, ints(*lengths), cu_seqlens_q=ints(*starts))
+    with pytest.raises(ValueError, match="backend"):
+        paged_attn.paged_attention(query, *caches, table[:0], ints(), backend="mma")
+    with pytest.raises(ValueError, match="seq_lens: the lengths sum to 5"):
+        paged_attn.gather_kv(*caches, table, ints(4, 1), total_tokens=0)
+
+
 def test_a_slot_past_the_end_changes_nothing(caches):
     before = [cache.clone() for cache in caches]
     rows = torch.randn(2, 1, 8)

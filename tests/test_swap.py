@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import paged_attn
 from paged_attn import reference
 from paged_attn.testing import LAYOUTS, assert_same_bits, make_cache, to_device
 
@@ -99,6 +102,44 @@ def test_overlapping_caches(ops, overlap, pairs):
     ops.swap_blocks(*OVERLAPS[overlap](*actual), pair_tensor(pairs, "cpu"))
     assert_same_bits(actual.cpu(), expected)
     assert not torch.equal(expected, before)
+
+
+def test_interleaved_pools_need_no_more_memory(cuda):
+    """Where ranges of memory meet and elements do not, blocks are copied where they are."""
+    pool = torch.zeros(64, 2, 2, 16, 4, 64, device=cuda)
+    parts = [pool[:, layer, kind] for kind in range(2) for layer in range(2)]
+    mapping = pair_tensor([(i, i + 1) for i in range(60)], "cpu")
+    paged_attn.swap_blocks(parts[:2], parts[2:], mapping)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    paged_attn.swap_blocks(parts[:2], parts[2:], mapping)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < pool[:, 0, 0].nbytes / 4
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_two_views_of_one_storage(data):
+    """Slices, steps and orders of dimensions at random: as if all were read before any is written."""
+    before = torch.arange(8 * 6 * 6 * 6, dtype=torch.int32).view(8, 6, 6, 6)
+    order = data.draw(st.permutations(range(4)))
+    slices = [
+        [slice(data.draw(st.integers(0, 2)), None, data.draw(st.integers(1, 2))) for _ in range(4)] for _ in range(2)
+    ]
+
+    def views(tensor):
+        both = [tensor.permute(order)[tuple(part)] for part in slices]
+        shape = [min(sizes) for sizes in zip(*(view.shape for view in both), strict=True)]
+        return [[view[tuple(slice(size) for size in shape)]] for view in both]
+
+    source, _ = views(before)
+    blocks = st.permutations(range(source[0].shape[0]))
+    pairs = pair_tensor(list(zip(data.draw(blocks), data.draw(blocks), strict=True)), "cpu")
+    expected, actual = before.clone(), before.clone()
+    reference.swap_blocks(*views(expected), pairs)
+    paged_attn.swap_blocks(*views(actual), pairs)
+    assert torch.equal(actual, expected)
 
 
 def test_keys_and_values_interleaved_in_one_storage(ops):

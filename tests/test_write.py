@@ -42,6 +42,42 @@ def scale_tensor(kind, cache, seed=0):
     return 0.02 + torch.rand(sizes[kind], generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)], ids=str)
+def test_one_element_of_any_shape_is_a_scale(ops, shape):
+    """The op and the reference take it for the whole cache."""
+    key, value = rows(4, 2, 8, torch.float32)
+    slots, table = torch.arange(4), torch.zeros(1, 1, dtype=torch.int32)
+    lengths = torch.tensor([4], dtype=torch.int32)
+    results = []
+    for module, device in ((ops, ops.device), (reference, "cpu")):
+        cache = make_cache(2, 4, 2, 8, dtype=torch.int8)[0].zero_().to(device)
+        scales = {name: torch.full(shape, 0.125, device=device) for name in ("k_scale", "v_scale")}
+        module.write_kv(key.to(device), value.to(device), cache, cache.clone(), slots.to(device), **scales)
+        arguments = (cache, cache, table.to(device), lengths.to(device))
+        gathered, _ = module.gather_kv(*arguments, **scales, out_dtype=torch.float32)
+        output = module.paged_attention(torch.ones(1, 4, 8, device=device), *arguments, **scales)
+        assert all(scale.item() == 0.125 for scale in scales.values())
+        results.append((gathered.cpu(), output.cpu()))
+    (gathered, output), (expected, expected_output) = results
+    assert_same_bits(gathered, expected)
+    assert_close(output, expected_output)
+
+
+def test_scales_that_share_their_memory_are_not_written(ops):
+    key, value = rows(4, 2, 8, torch.float32)
+    caches = [to_device(cache, ops.device) for cache in make_cache(2, 4, 2, 8, dtype=torch.int8)]
+    scale = torch.ones(2, device=ops.device)
+    with pytest.raises(ValueError, match="k_scale: expected an address for every element"):
+        ops.write_kv(
+            key.to(ops.device),
+            value.to(ops.device),
+            *caches,
+            torch.arange(4, device=ops.device),
+            k_scale=scale.expand(2, 4, 2),
+            v_scale=scale.expand(2, 4, 2),
+        )
+
+
 def write_both(ops, key, value, slots, *, dtype, block_size=16, layout="NHD", scale_kind=None, num_blocks=None):
     """The caches and scales that the op and the reference leave behind, on the CPU."""
     num_kv_heads, head_dim = key.shape[1:]

@@ -126,8 +126,8 @@ Plan make_plan(const AttentionParams& p, const std::vector<Sequence>& seqs, int 
 }  // namespace
 
 void paged_attention(const AttentionParams& p) {
-  if (p.num_tokens == 0) return;
   std::vector<Sequence> seqs = checked_sequences(p);
+  if (p.num_tokens == 0) return;
   // Rows past the last sequence see nothing, as those of an empty one.
   const int used = seqs.empty() ? 0 : seqs.back().first_token + seqs.back().num_queries;
   seqs.push_back({used, p.num_tokens - used, 0});

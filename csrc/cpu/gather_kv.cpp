@@ -67,6 +67,7 @@ void gather(const GatherParams& p, const std::vector<Token>& tokens, const void*
 
 void gather_kv(const GatherParams& p) {
   const std::vector<Token> tokens = source_tokens(p);
+  if (p.num_tokens == 0) return;
   visit_type(p.cache_dtype, [&](auto cache_tag) {
     visit_float_type(p.out_dtype, [&](auto tag) {
       using CacheT = typename decltype(cache_tag)::type;

@@ -128,6 +128,7 @@ struct MarkedLaunch : Launch {
 
 struct CudaBackend {
   static void paged_attention(const AttentionParams& p, const Tensor& on) {
+    if (p.num_tokens == 0) return;
     MarkedLaunch launch(on);
     launch_paged_attention(p, launch.workspace, launch.stream);
     launch.check();
@@ -143,6 +144,7 @@ struct CudaBackend {
     launch.check();
   }
   static void gather_kv(const GatherParams& p, const Tensor& on) {
+    if (p.num_tokens == 0) return;
     Launch launch(on);
     launch_gather_kv(p, launch.stream);
     launch.check();
