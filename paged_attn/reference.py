@@ -63,13 +63,16 @@ def paged_attention(
         ``[T, Hq]``.
 
     Raises:
-        ValueError: options that contradict each other.
+        ValueError: options that contradict each other, lengths or block ids that the table or the cache does not hold.
     """
-    _check_attention(query, key_cache, window_size, causal, softcap, k_scale, v_scale)
+    _check_attention(query, key_cache, window_size, causal, softcap, scale, k_scale, v_scale)
     num_tokens, num_heads, head_dim = query.shape
     scale = head_dim**-0.5 if scale is None else scale
     lengths = seq_lens.tolist()
+    if cu_seqlens_q is None and num_tokens != len(lengths):
+        raise ValueError(f"query: expected {len(lengths)} tokens, one a sequence, got {num_tokens}")
     starts = list(range(len(lengths) + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    _check_lengths(lengths, starts, num_tokens, block_table.shape[1] * key_cache.shape[1])
 
     output = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64, device=query.device)
     lse = torch.full((num_tokens, num_heads), -math.inf, dtype=torch.float64, device=query.device)
@@ -125,6 +128,9 @@ def write_kv(
         ValueError: a slot past the end, or more slots than rows; nothing has changed then.
     """
     _check_scales(key_cache, k_scale, v_scale)
+    for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        if rows.shape != (key.shape[0], *cache.shape[2:]) or cache.shape != key_cache.shape:
+            raise ValueError(f"{name}: {list(rows.shape)} does not fit {name}_cache {list(cache.shape)} and key")
     if slot_mapping.numel() > key.shape[0]:
         raise ValueError(f"slot_mapping: expected at most {key.shape[0]} slots like key, got {slot_mapping.numel()}")
     num_blocks, block_size = key_cache.shape[:2]
@@ -158,13 +164,14 @@ def rope_write_kv(
     Args:
         query: ``[T, Hq, D]``; rotated.
         key, value: ``[T, Hkv, D]``; ``key`` is rotated.
-        positions: ``[T]``.
+        positions: ``[T]``. One outside ``cos_sin`` turns its token's rotated part into NaN.
         cos_sin: ``[P, R]``: row p holds the R / 2 cosines of position p, then the sines; R <= D.
         key_cache, value_cache, slot_mapping, k_scale, v_scale: as in ``write_kv``.
         interleaved: pairs are elements 2i and 2i + 1, otherwise i and i + R / 2.
     """
     for rows in (query, key):
-        rows.copy_(torch.stack([_rotate(row, cos_sin[int(p)], interleaved) for row, p in zip(rows, positions)]))
+        for row, position in zip(rows, positions.tolist()):
+            row.copy_(_rotate(row, _angles(cos_sin, position), interleaved))
     write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
@@ -286,7 +293,8 @@ def merge_attn_states(
 
     def share(output: Tensor, own: Tensor, other: Tensor) -> Tensor:
         present = (own != -math.inf).unsqueeze(-1)
-        weight = torch.where(own == other, 0.5, torch.sigmoid(own.double() - other.double())).unsqueeze(-1)
+        weight = torch.where(own == other, 0.5, torch.sigmoid(own.double() - other.double()))
+        weight = torch.where(other == -math.inf, 1.0, weight).unsqueeze(-1)
         return torch.where(present, weight * output.double(), 0.0)
 
     output = share(output_a, lse_a, lse_b) + share(output_b, lse_b, lse_a)
@@ -320,6 +328,8 @@ def _read_tokens(
 ) -> Tensor:
     """Tokens ``first .. last - 1`` of one sequence as ``[last - first, Hkv, D]``, dequantised."""
     blocks, offsets = _locate(table_row, first, last, cache.shape[1])
+    if last > first and not 0 <= blocks.min() <= blocks.max() < cache.shape[0]:
+        raise ValueError(f"block_table: expected ids below {cache.shape[0]}, got {sorted(set(blocks.tolist()))}")
     tokens = cache[blocks, offsets].to(dtype)
     return tokens if scale is None else tokens * _scale_of(scale, cache, blocks, offsets).to(dtype)
 
@@ -364,6 +374,12 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     num_heads, num_kv_heads = weights.shape[0], values.shape[1]
     grouped = weights.view(num_kv_heads, num_heads // num_kv_heads, -1)
     return torch.einsum("hgl,lhd->hgd", grouped, values).reshape(num_heads, -1)
+
+
+def _angles(cos_sin: Tensor, position: int) -> Tensor:
+    """Cosines and sines of a position, NaN for one that the table does not hold."""
+    is_held = 0 <= position < cos_sin.shape[0]
+    return cos_sin[position] if is_held else torch.full_like(cos_sin[:1], math.nan).squeeze(0)
 
 
 def _rotate(row: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
@@ -413,6 +429,7 @@ def _check_attention(
     window_size: int | None,
     causal: bool,
     softcap: float,
+    scale: float | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
@@ -420,11 +437,25 @@ def _check_attention(
         raise ValueError(f"window_size: expected at least 1 (a token sees itself) or None, got {window_size}")
     if window_size is not None and not causal:
         raise ValueError("window_size: needs causal=True")
-    if softcap < 0:
+    if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap: expected 0 (off) or a positive number, got {softcap}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    if key_cache.dtype not in QUANTISED_MAX and key_cache.dtype != query.dtype:
+        raise ValueError(
+            f"key_cache: expected dtype {query.dtype} like query, or a quantised one, got {key_cache.dtype}"
+        )
     if query.shape[1] % key_cache.shape[2]:
         raise ValueError(f"query: expected a multiple of {key_cache.shape[2]} heads, got {query.shape[1]}")
     _check_scales(key_cache, k_scale, v_scale)
+
+
+def _check_lengths(lengths: list[int], starts: list[int], num_tokens: int, capacity: int) -> None:
+    if starts[0] != 0 or starts != sorted(starts) or starts[-1] > num_tokens:
+        raise ValueError(f"cu_seqlens_q: expected sums from 0 up to {num_tokens} tokens of query, got {starts}")
+    for length in lengths:
+        if not 0 <= length <= capacity:
+            raise ValueError(f"seq_lens: expected 0 to {capacity}, what a row of block_table holds, got {length}")
 
 
 def _check_scales(cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:

@@ -344,3 +344,19 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(device, monkeypatch
         completions = engine.generate(prompts, params)
     assert len(warned) == 1
     assert [c.token_ids for c in completions] == expected_tokens("llama", device, prompts, params)
+
+
+def test_a_mixture_of_experts_is_captured(cuda):
+    """Nothing in the hook hinders it: with experts that are not chosen on the host every step is a graph."""
+    engine = make_engine("gpt_oss", cuda, cuda_graphs=True)
+    model = tiny_model("gpt_oss", cuda)
+    before = model.get_experts_implementation()
+    model.set_experts_implementation("batched_mm")
+    try:
+        prompts, params = random_requests(4, seed=6)
+        completions = engine.generate(prompts, params)
+        assert engine.runner.graphs is not None
+        assert {is_decode for is_decode, _ in engine.runner.graphs.graphs} == {True, False}
+        assert [c.token_ids for c in completions] == expected_tokens("gpt_oss", cuda, prompts, params)
+    finally:
+        model.set_experts_implementation(before)

@@ -321,3 +321,32 @@ def test_merge_refuses_results_that_do_not_fit(ops, name):
     assert_same_bits(wrong, before)
     assert (output == 1).all()
     assert (lse == 1).all()
+
+
+CONTENT_MISTAKES = {
+    "length_negative": ("seq_lens", {"seq_lens": [20, -1]}),
+    "length_past_the_table": ("seq_lens", {"seq_lens": [20, 2**31 - 1]}),
+    "block_negative": ("block_table", {"block_table": [[0, 1], [-1, 0]]}),
+    "block_past_the_cache": ("block_table", {"block_table": [[0, 1], [10**6, 0]]}),
+    "starts_not_from_0": ("cu_seqlens_q", {"cu_seqlens_q": [1, 1, 2]}),
+    "starts_descend": ("cu_seqlens_q", {"cu_seqlens_q": [0, 2, 1]}),
+    "starts_past_the_query": ("cu_seqlens_q", {"cu_seqlens_q": [0, 1, 3]}),
+}
+
+
+@pytest.mark.parametrize("module", [paged_attn, paged_attn.reference])
+@pytest.mark.parametrize("case", CONTENT_MISTAKES)
+def test_contents_are_checked_on_the_host(module, case):
+    """By the CPU's kernels and by the reference."""
+    name, mistake = CONTENT_MISTAKES[case]
+    changed = {name: torch.tensor(value, dtype=torch.int32) for name, value in mistake.items()}
+    options = {name: value for name, value in changed.items() if name not in POSITION}
+    arguments = [changed.get(name, argument) for name, argument in zip(POSITION, attention_arguments("cpu"))]
+    with pytest.raises(ValueError, match=name):
+        module.paged_attention(*arguments, **options)
+
+
+@pytest.mark.parametrize("options", [{"scale": math.inf}, {"softcap": math.nan}, {"softcap": math.inf}], ids=str)
+def test_the_reference_refuses_numbers_that_the_ops_refuse(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        paged_attn.reference.paged_attention(*attention_arguments("cpu"), **options)

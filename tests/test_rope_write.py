@@ -117,6 +117,18 @@ def test_a_quarter_turn(ops, interleaved, expected):
     assert caches[1].flatten().tolist() == row.tolist()
 
 
+def test_the_reference_holds_positions_to_the_table():
+    """Outside of it NaN, as by the op, never a row counted from the end; no tokens are no error."""
+    query, key, value = qkv_slices(3, 6, 2, 64, torch.float32)
+    query, key = query.clone(), key.clone()
+    caches, table = make_cache(1, 4, 2, 64, dtype=torch.float32), cos_sin_table(8, 32)
+    reference.rope_write_kv(query, key, value, torch.tensor([0, -1, 8]), table, *caches, torch.arange(3))
+    assert query[..., :32].isnan().all(dim=-1).all(dim=-1).tolist() == [False, True, True]
+    assert not query[..., 32:].isnan().any()
+    none = torch.arange(0)
+    reference.rope_write_kv(query[:0], key[:0], value[:0], none, table, *caches, none)
+
+
 def test_position_outside_the_table(ops):
     cos_sin = cos_sin_table(40, 32)  # positions run to 60
     (query, *_), _ = rotate_and_write(ops, cos_sin, dtype=torch.float32, head_dim=64)
