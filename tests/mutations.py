@@ -460,7 +460,7 @@ def first_failure(module: ModuleType, checks: Iterator[Callable[[Ops], None]]) -
     for check in checks:
         try:
             check(Ops(module, "cpu"))
-        except (AssertionError, IndexError) as error:
+        except (AssertionError, IndexError, ValueError) as error:
             function = getattr(check, "func", check)
             return f"{function.__name__}: {str(error).splitlines()[0][:70] if str(error) else type(error).__name__}"
     return None
