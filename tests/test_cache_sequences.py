@@ -46,7 +46,12 @@ def test_found_blocks_are_claimed_before_others_are_taken():
     cache.check()
 
 
-@pytest.mark.parametrize("bad", [[], [-1], [1 << 31], [1.5], "text", [None], np.zeros((2, 2), int), np.zeros(2)])
+NOT_ON_THE_HOST = torch.empty(1, dtype=torch.int64, device="meta")
+
+
+@pytest.mark.parametrize(
+    "bad", [[], [-1], [1 << 31], [1.5], "text", [None], np.zeros((2, 2), int), np.zeros(2), NOT_ON_THE_HOST]
+)
 def test_bad_prompts_are_refused(bad):
     cache = make()
     with pytest.raises(ValueError, match="token_ids"):

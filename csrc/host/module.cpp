@@ -17,10 +17,11 @@ namespace py = pybind11;
 namespace paged_attn::host {
 namespace {
 
-[[noreturn]] void refuse_integers(const char* name, py::handle got) {
-  throw std::invalid_argument(std::string(name) + ": expected integers, got " +
-                              std::string(py::str(py::type::of(got))));
+[[noreturn]] void refuse(const char* name, const char* expected, py::handle got) {
+  throw std::invalid_argument(std::string(name) + ": expected " + expected + ", got " + std::string(py::str(got)));
 }
+
+[[noreturn]] void refuse_integers(const char* name, py::handle got) { refuse(name, "integers", py::type::of(got)); }
 
 // An int below 2**30 without a call into the interpreter.
 inline bool small_int(PyObject* item, int64_t& value) {
@@ -59,12 +60,10 @@ void read_integers(const char* name, py::handle source, std::vector<int64_t>& ou
     for (size_t i = 0; i < out.size(); ++i) out[i] = as_int64(name, items[i]);
   } else if (py::isinstance<py::array>(source) || py::hasattr(source, "__array__")) {
     const py::array array = py::array::ensure(source);
-    if (!array) throw py::error_already_set();
-    if (array.ndim() != 1) {
-      throw std::invalid_argument(std::string(name) + ": expected one dimension, got " + std::to_string(array.ndim()));
-    }
+    if (!array) refuse(name, "integers on the host", py::type::of(source));
+    if (array.ndim() != 1) refuse(name, "one dimension", py::int_(array.ndim()));
     const char kind = array.dtype().kind();
-    if (kind != 'i' && kind != 'u' && array.size() > 0) refuse_integers(name, array.dtype());
+    if (kind != 'i' && kind != 'u' && array.size() > 0) refuse(name, "integers", array.dtype());
     const auto values = py::array_t<int64_t, py::array::c_style | py::array::forcecast>::ensure(array);
     out.assign(values.data(), values.data() + values.size());
   } else if (py::isinstance<py::iterable>(source) && !py::isinstance<py::str>(source)) {
@@ -115,9 +114,7 @@ py::array_t<T> to_array(const std::vector<T>& values) {
 
 Salt to_salt(const py::object& salt) {
   if (salt.is_none()) return std::nullopt;
-  if (!py::isinstance<py::str>(salt)) {
-    throw std::invalid_argument("salt: expected a string or None, got " + std::string(py::str(py::type::of(salt))));
-  }
+  if (!py::isinstance<py::str>(salt)) refuse("salt", "a string or None", py::type::of(salt));
   // Strings that are no valid Unicode have bytes too, each its own.
   const auto bytes = py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(salt.ptr(), "utf-8", "surrogatepass"));
   if (!bytes) throw py::error_already_set();
