@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
+from bench import common
 from paged_attn.cli import _traces as traces
 from paged_attn.cli._arguments import non_negative, positive
 from paged_attn.cli.serve_bench import make_prompts, serve
 from paged_attn.engine import Engine, SamplingParams
-
-from . import common
 
 KINDS = {
     "rope and write": r"rope|write_kv|kv_write",

@@ -143,3 +143,10 @@ def test_refusals(device, paged):
     flat = query.flatten(0, 1)
     with pytest.raises(ValueError, match="dropout_p"):
         flash_attn_varlen_func(flat, flat, flat, cu, cu, 6, 6, dropout_p=0.1)
+
+
+def test_no_query_tokens(paged):
+    key_cache, value_cache, table, lengths = paged
+    query = torch.zeros(BATCH, 0, HEADS, HEAD_DIM, device=table.device)
+    output = flash_attn_with_kvcache(query, key_cache, value_cache, cache_seqlens=lengths, block_table=table)
+    assert output.shape == query.shape

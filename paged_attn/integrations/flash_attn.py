@@ -196,7 +196,7 @@ def _window(
 
 
 def _starts(batch: int, seqlen_q: int, device: torch.device) -> Tensor:
-    return torch.arange(0, (batch + 1) * seqlen_q, seqlen_q, dtype=torch.int32, device=device)[: batch + 1]
+    return seqlen_q * torch.arange(batch + 1, dtype=torch.int32, device=device)
 
 
 def _slots(block_table: Tensor, positions: Tensor, block_size: int) -> Tensor:
