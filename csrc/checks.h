@@ -1,4 +1,4 @@
-// Argument checks.  An error names the argument, what came and what is needed, and becomes a ValueError in Python.
+// Argument checks.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -6,22 +6,16 @@
 #include <algorithm>
 #include <optional>
 #include <sstream>
-#include <stdexcept>
 #include <string>
+#include <utility>
 
+#include "errors.h"
 #include "params.h"
 
 namespace paged_attn {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-template <class... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
-}
 
 inline const char* name_of(ScalarType type) {
   switch (type) {
@@ -199,6 +193,15 @@ inline ScaleView scale_view(const char* name, const std::optional<Tensor>& scale
   fail(name, ": expected 1 element, [num_kv_heads] = [", cache.size(2),
        "] or [num_blocks, block_size, num_kv_heads] = [", cache.size(0), ", ", cache.size(1), ", ", cache.size(2),
        "], got shape ", shape_of(*scale));
+}
+
+// The scales of both caches, of one kind.
+inline std::pair<ScaleView, ScaleView> scale_views(const std::optional<Tensor>& k_scale, const Tensor& key_cache,
+                                                   const std::optional<Tensor>& v_scale, const Tensor& value_cache) {
+  const ScaleView k = scale_view("k_scale", k_scale, key_cache), v = scale_view("v_scale", v_scale, value_cache);
+  if (k.data && v.data && k.per_token() != v.per_token())
+    fail("v_scale: expected the kind of k_scale, per token or not, got shape ", shape_of(*v_scale));
+  return {k, v};
 }
 
 inline void check_int32_vector(const char* name, const Tensor& t, int64_t size, const char* what, const Tensor& like) {

@@ -68,10 +68,7 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key_c
     check_device(name, **t, "query", query);
     check_last_stride(name, **t);
   }
-  p.k_scale = scale_view("k_scale", k_scale, key_cache);
-  p.v_scale = scale_view("v_scale", v_scale, value_cache);
-  if (p.k_scale.data && p.v_scale.data && p.k_scale.per_token() != p.v_scale.per_token())
-    fail("v_scale: expected the kind of k_scale, per token or not, got shape ", shape_of(*v_scale));
+  std::tie(p.k_scale, p.v_scale) = scale_views(k_scale, key_cache, v_scale, value_cache);
   check_fits_int("query", query.size(0) * query.size(1));
   check_fits_int("block_table", block_table.size(1) * key_cache.size(1));
   if (max_seqlen_q && *max_seqlen_q < 0) fail("max_seqlen_q: expected None or at least 0, got ", *max_seqlen_q);
@@ -135,12 +132,9 @@ inline KvWriteParams kv_write_params(const Tensor& key, const Tensor& value, con
   if (slot_mapping.size(0) > key.size(0))
     fail("slot_mapping: expected at most ", key.size(0), " slots (the tokens of key), got ", slot_mapping.size(0));
   check_fits_int("slot_mapping", slot_mapping.size(0) * key_cache.size(2));
-  p.k_scale = scale_view("k_scale", k_scale, key_cache);
-  p.v_scale = scale_view("v_scale", v_scale, value_cache);
-  for (auto [name, t] : {std::pair{"k_scale", &k_scale}, std::pair{"v_scale", &v_scale}})
-    if (*t && (*t)->dim() == 3) check_written(name, **t);
-  if (p.k_scale.data && p.v_scale.data && p.k_scale.per_token() != p.v_scale.per_token())
-    fail("v_scale: expected the kind of k_scale, per token or not, got shape ", shape_of(*v_scale));
+  std::tie(p.k_scale, p.v_scale) = scale_views(k_scale, key_cache, v_scale, value_cache);
+  if (p.k_scale.data && k_scale->dim() == 3) check_written("k_scale", *k_scale);
+  if (p.v_scale.data && v_scale->dim() == 3) check_written("v_scale", *v_scale);
   p.key = key.data_ptr();
   p.value = value.data_ptr();
   p.key_cache = key_cache.data_ptr();

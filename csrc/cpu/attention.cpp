@@ -6,7 +6,7 @@
 #include <new>
 #include <vector>
 
-#include "errors.h"
+#include "../errors.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -32,15 +32,15 @@ struct Sequence {
 std::vector<Sequence> checked_sequences(const AttentionParams& p) {
   std::vector<Sequence> seqs(p.num_seqs);
   const auto start = [&](int64_t i) { return p.cu_seqlens_q ? p.cu_seqlens_q[i * p.cu_seqlens_q_stride] : int(i); };
-  if (p.cu_seqlens_q != nullptr && start(0) != 0) refuse("cu_seqlens_q[0]: expected 0, got ", start(0));
+  if (p.cu_seqlens_q != nullptr && start(0) != 0) fail("cu_seqlens_q[0]: expected 0, got ", start(0));
   const int64_t capacity = int64_t{p.max_blocks} * p.block_size;
   for (int i = 0; i < p.num_seqs; ++i) {
     const int length = p.seq_lens[i * p.seq_lens_stride];
     if (start(i + 1) < start(i) || start(i + 1) > p.num_tokens)
-      refuse("cu_seqlens_q[", i + 1, "]: expected ", start(i), " .. ", p.num_tokens,
-             " (the previous entry and the rows of query), got ", start(i + 1));
+      fail("cu_seqlens_q[", i + 1, "]: expected ", start(i), " .. ", p.num_tokens,
+           " (the previous entry and the rows of query), got ", start(i + 1));
     if (length < 0 || length > capacity)
-      refuse("seq_lens[", i, "]: expected 0 .. ", capacity, " (what a row of block_table holds), got ", length);
+      fail("seq_lens[", i, "]: expected 0 .. ", capacity, " (what a row of block_table holds), got ", length);
     seqs[i] = {start(i), start(i + 1) - start(i), length};
     if (seqs[i].num_queries == 0) continue;
     const QueryTile all{i,
@@ -55,7 +55,7 @@ std::vector<Sequence> checked_sequences(const AttentionParams& p) {
     for (int64_t j = keys.begin / p.block_size; j * p.block_size < keys.end; ++j) {
       const int block = p.block_table[i * p.block_table_stride + j];
       if (block < 0 || block >= p.num_blocks)
-        refuse("block_table[", i, ", ", j, "]: got block ", block, ", the cache has blocks 0 .. ", p.num_blocks - 1);
+        fail("block_table[", i, ", ", j, "]: got block ", block, ", the cache has blocks 0 .. ", p.num_blocks - 1);
     }
   }
   return seqs;

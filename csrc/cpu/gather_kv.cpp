@@ -1,6 +1,6 @@
 #include <vector>
 
-#include "errors.h"
+#include "../errors.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "types.h"
@@ -20,22 +20,22 @@ std::vector<Token> source_tokens(const GatherParams& p) {
   for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
     const int64_t start = p.seq_starts ? p.seq_starts[seq * p.seq_starts_stride] : 0;
     const int64_t length = p.seq_lens[seq * p.seq_lens_stride];
-    if (length < 0) refuse("seq_lens[", seq, "]: expected 0 or more, got ", length);
-    if (start < 0) refuse("seq_starts[", seq, "]: expected 0 or more, got ", start);
+    if (length < 0) fail("seq_lens[", seq, "]: expected 0 or more, got ", length);
+    if (start < 0) fail("seq_starts[", seq, "]: expected 0 or more, got ", start);
     if (length > 0 && start + length > capacity)
-      refuse("seq_lens[", seq, "]: tokens ", start, " .. ", start + length - 1, " reach past the row of block_table, ",
-             "which holds ", capacity);
+      fail("seq_lens[", seq, "]: tokens ", start, " .. ", start + length - 1, " reach past the row of block_table, ",
+           "which holds ", capacity);
     for (int64_t i = start; i < start + length; ++i) {
       const int64_t column = i / p.block_size;
       const int64_t block = p.block_table[seq * p.block_table_stride + column];
       if (block < 0 || block >= p.num_blocks)
-        refuse("block_table[", seq, ", ", column, "]: got block ", block, ", the cache has blocks 0 .. ",
-               p.num_blocks - 1);
+        fail("block_table[", seq, ", ", column, "]: got block ", block, ", the cache has blocks 0 .. ",
+             p.num_blocks - 1);
       tokens.push_back({block, i % p.block_size});
     }
   }
   if (int64_t(tokens.size()) > p.num_tokens)
-    refuse("seq_lens: the lengths sum to ", tokens.size(), ", the result has ", p.num_tokens, " rows");
+    fail("seq_lens: the lengths sum to ", tokens.size(), ", the result has ", p.num_tokens, " rows");
   return tokens;
 }
 

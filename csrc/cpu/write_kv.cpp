@@ -1,4 +1,4 @@
-#include "errors.h"
+#include "../errors.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "types.h"
@@ -67,7 +67,7 @@ void check_slots(const KvWriteParams& p) {
   const int64_t num_slots = p.num_blocks * p.block_size;
   for (int64_t i = 0; i < p.num_tokens; ++i) {
     if (slot_at(p, i) >= num_slots)
-      refuse("slot_mapping[", i, "]: got slot ", slot_at(p, i), ", the cache has slots 0 .. ", num_slots - 1);
+      fail("slot_mapping[", i, "]: got slot ", slot_at(p, i), ", the cache has slots 0 .. ", num_slots - 1);
   }
 }
 
