@@ -15,16 +15,18 @@ class Server:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.inbox: queue.Queue = queue.Queue()
-        self.clients: dict[int, queue.Queue] = {}
+        self.clients: dict[int | str, queue.Queue] = {}
         self.thread = threading.Thread(target=self._loop, daemon=True)
         self.thread.start()
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[int]:
-        """Tokens of one request; leaving the loop early cancels it."""
+        """Tokens of one request, ``ValueError`` if the engine refuses it; leaving the loop early cancels it."""
         outbox: queue.Queue = queue.Queue()
         self.inbox.put(("add", outbox, prompt, params))
         try:
             while (token := outbox.get()) is not None:
+                if isinstance(token, ValueError):
+                    raise token
                 yield token
         finally:
             self.inbox.put(("cancel", outbox))
@@ -45,7 +47,10 @@ class Server:
                         del self.clients[output.request_id]
             match self.inbox.get():
                 case "add", outbox, prompt, params:
-                    self.clients[self.engine.add_request(prompt, params)] = outbox
+                    try:
+                        self.clients[self.engine.add_request(prompt, params)] = outbox
+                    except ValueError as refused:  # the client's affair, not the server's
+                        outbox.put(refused)
                 case "cancel", outbox:
                     for request_id in [i for i, client in self.clients.items() if client is outbox]:
                         self.engine.cancel(request_id)

@@ -56,6 +56,15 @@ def test_parallel_sampling(example, device):
     assert engine.cache.num_free_blocks == 128
 
 
+def test_server_loop_outlives_a_refused_request(example, device):
+    module, tiny = example("server_loop"), example("_tiny_llama")
+    server = module.Server(module.Engine(tiny.tiny_llama(device), num_blocks=8, block_size=8))
+    with pytest.raises(ValueError, match="the cache holds 64"):
+        list(server.stream(list(range(100)), module.SamplingParams(max_tokens=4)))
+    assert len(list(server.stream([1, 2, 3], module.SamplingParams(max_tokens=4)))) == 4
+    server.close()
+
+
 def test_server_loop(example, device):
     answers = example("server_loop").main(device)
     assert {i: len(tokens) for i, tokens in answers.items()} == {0: 10, 1: 11, 2: 12, 3: 4, 4: 14, 5: 15}
