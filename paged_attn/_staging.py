@@ -10,7 +10,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers = [torch.empty(0, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+        self._buffers = [torch.empty(0, dtype=torch.int64, device="cpu", pin_memory=True) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)]
         self._turn = 0
 
@@ -18,7 +18,9 @@ class Staging:
         """The buffer to fill now, int64, of at least ``num_bytes``. Waits for the copy of the step before the last."""
         self._copied[self._turn].synchronize()
         if num_bytes > self._buffers[self._turn].nbytes:
-            self._buffers[self._turn] = torch.empty(num_bytes // 4 + 1, dtype=torch.int64, pin_memory=True)
+            self._buffers[self._turn] = torch.empty(
+                num_bytes // 4 + 1, dtype=torch.int64, device="cpu", pin_memory=True
+            )
         return self._buffers[self._turn].numpy()
 
     def upload(self, num_bytes: int) -> Tensor:

@@ -56,7 +56,7 @@ class KVStorage:
         self._arrays = [*self.kv, *(self.scales if per_token else ())]
 
         # Host blocks in one piece: pinned allocations are rounded up, each of them.
-        pinned = {"pin_memory": device.type == "cuda"}
+        pinned = {"device": "cpu", "pin_memory": device.type == "cuda"}
         host_kv = torch.zeros((count, num_host_blocks, *dims, head_dim), dtype=element, **pinned)
         self._host_arrays = [kv_like(tensor) for tensor in host_kv.unbind(0)]
         if per_token:

@@ -14,6 +14,26 @@ from .cache_helpers import add_and_run, contents, hits, make, run
 # ---- construction and memory
 
 
+@pytest.mark.parametrize("default", ["cpu", "meta", "cuda"])
+def test_torch_default_device_is_the_default_alone(device, default):
+    """What belongs on the host stays there, whatever device ``torch.set_default_device`` names."""
+    if default == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    with torch.device(default):
+        cache = make(num_host_blocks=4, device=device, kv_dtype=torch.int8, kv_scale="token_head")
+        prompt = list(range(9))
+        cache.add("a", prompt)
+        assert cache.prepare(["a"], [9]).positions.tolist() == prompt
+        cache.commit("a", prompt)
+        cache.layer(0)[0].fill_(5)
+        cache.preempt("a", "swap")
+        cache.layer(0)[0].zero_()
+        assert cache.resume("a") == 0
+        assert cache.layer(0)[0][cache.block_ids("a")].unique().tolist() == [5]
+        if default != "meta":
+            assert PagedKVCache(1, 1, 1, 8).device.type == default
+
+
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 def test_layers_are_views_of_one_shape(device, layout):
     cache = PagedKVCache(3, 5, 2, 64, block_size=16, device=device, layout=layout)

@@ -346,6 +346,15 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(device, monkeypatch
     assert [c.token_ids for c in completions] == expected_tokens("llama", device, prompts, params)
 
 
+def test_under_another_default_device(device):
+    prompts, params = random_requests(4, seed=6)
+    params = [SamplingParams(max_tokens=own.max_tokens, temperature=0.8, seed=3) for own in params]
+    expected = make_engine("llama", device).generate(prompts, params)
+    with torch.device("meta"):
+        completions = make_engine("llama", device).generate(prompts, params)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+
+
 def test_a_mixture_of_experts_is_captured(cuda):
     """Nothing in the hook hinders it: with experts that are not chosen on the host every step is a graph."""
     engine = make_engine("gpt_oss", cuda, cuda_graphs=True)

@@ -105,7 +105,7 @@ class Runner:
     def _send_home(self, tokens: Tensor) -> Sampled:
         if self.device.type == "cpu":
             return Sampled(tokens, None)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
@@ -123,12 +123,12 @@ class _Staging:
         self.buffers: list[Tensor | None] = [None] * turns
 
     def upload(self, *lists: list[int]) -> list[Tensor]:
-        flat = torch.tensor([number for numbers in lists for number in numbers], dtype=torch.int64)
+        flat = torch.tensor([number for numbers in lists for number in numbers], dtype=torch.int64, device="cpu")
         if self.device.type != "cpu":
             self.turn = (self.turn + 1) % len(self.buffers)
             pinned = self.buffers[self.turn]
             if pinned is None or pinned.numel() < flat.numel():
-                pinned = torch.empty(max(4096, 2 * flat.numel()), dtype=torch.int64, pin_memory=True)
+                pinned = torch.empty(max(4096, 2 * flat.numel()), dtype=torch.int64, device="cpu", pin_memory=True)
                 self.buffers[self.turn] = pinned
             pinned[: flat.numel()] = flat
             flat = pinned[: flat.numel()].to(self.device, non_blocking=True)

@@ -18,7 +18,7 @@ def sample(logits: Tensor, params: Rows[SamplingParams], seeds: Rows[int], posit
         return greedy
 
     def column(numbers: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype).to(logits.device, non_blocking=True)[:, None]
+        return torch.tensor(numbers, dtype=dtype, device="cpu").to(logits.device, non_blocking=True)[:, None]
 
     temperature = column([p.temperature for p in params], torch.float32)
     scores = logits.float() / temperature.clamp(min=1e-6)
