@@ -281,9 +281,11 @@ def gather_kv(
         ValueError: arguments that do not fit together; without ``total_tokens``, and on the CPU, tokens past the row of
             the table; on the CPU also a ``total_tokens`` below the sum.
     """
-    return _gather_kv(
-        key_cache, value_cache, block_table, seq_lens, seq_starts, k_scale, v_scale, out_dtype, total_tokens
-    )
+    tensors = (key_cache, value_cache, block_table, seq_lens, seq_starts, k_scale, v_scale)
+    key, value = _gather_kv(*tensors, out_dtype, total_tokens)
+    if key.requires_grad or value.requires_grad:
+        key, value = _without_backward((key, value), tensors)
+    return key, value
 
 
 def merge_attn_states(
@@ -340,9 +342,12 @@ class _WithoutBackward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, result: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.sizes = [tensor.shape for tensor in inputs]
+    def forward(result: Tensor, *inputs: Tensor) -> Tensor:
         return result.view_as(result)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.sizes = [tensor.shape for tensor in inputs[1:]]
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:

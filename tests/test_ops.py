@@ -244,12 +244,17 @@ def test_no_hidden_clone_of_the_cache(cuda):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("through", ["output", "lse", "merged", "cache"])
+@pytest.mark.parametrize("through", ["output", "lse", "merged", "cache", "gathered"])
 def test_a_backward_pass_is_refused(ops, through, compiled):
     """Gradients that are not there would be taken for zeros."""
     batch = peaky_batch([20, 5, 33], device=ops.device)
 
     def loss(weight: torch.Tensor) -> torch.Tensor:
+        if through == "gathered":
+            gathered, _ = ops.gather_kv(
+                batch.key_cache * weight, batch.value_cache, batch.block_table, batch.seq_lens, total_tokens=58
+            )
+            return gathered.sum() + weight.sum()
         if through == "cache":
             output = ops.paged_attention(
                 batch.query, batch.key_cache * weight, batch.value_cache, batch.block_table, batch.seq_lens
