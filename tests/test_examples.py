@@ -19,6 +19,16 @@ def example(monkeypatch):
         del sys.modules[name]
 
 
+def test_readme():
+    """Its example runs as it stands."""
+    code = (EXAMPLES.parent / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    names: dict = {}
+    exec(code, names)
+    assert names["out"].shape == (40, 8, 64)
+    assert names["step"].seq_lens.tolist() == [41, 41]
+    names["cache"].check()
+
+
 def test_all_examples_are_tested():
     names = {path.stem for path in EXAMPLES.glob("[a-z]*.py")}
     assert names == {"attention_layer", "transformers_generate", "speculative", "parallel_sampling", "server_loop"}

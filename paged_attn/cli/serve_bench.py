@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -83,6 +84,8 @@ class Run:
 def main(args: argparse.Namespace) -> int:
     from paged_attn.engine import Engine
 
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        sys.exit("matplotlib is missing: pip install 'paged-attn[plot]'")
     dtype = DTYPES[args.dtype or default_dtype(args.device)]
     if args.model:
         model, _ = load_model(args.model, args.device, dtype)
@@ -271,10 +274,8 @@ def print_result(result: dict) -> None:
 
 def plot(result: dict, run: Run, path: Path) -> None:
     """Blocks and sequences over time above, latency curves below."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        sys.exit("matplotlib is missing: pip install 'paged-attn[plot]'")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 7), layout="constrained")
     memory, latency = figure.subplots(2, 1)
     times = [s.time for s in run.samples]
