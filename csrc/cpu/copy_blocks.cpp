@@ -13,6 +13,7 @@ char* block_at(const BlockArray& a, int64_t id) { return static_cast<char*>(a.da
 // f(offset, row) for the contiguous rows of a block: where each starts, and its number.
 template <class F>
 void each_row(const BlockShape& s, const F& f) {
+  if (s.bytes() == 0) return;
   int64_t row = 0;
   for (int64_t i = 0; i < s.sizes[0]; ++i)
     for (int64_t j = 0; j < s.sizes[1]; ++j)
@@ -33,6 +34,7 @@ void unpack(const char* packed, const BlockArray& to, int64_t id) {
 
 void copy_block(const BlockArray& from, int64_t source, const BlockArray& to, int64_t destination) {
   const BlockShape &s = from.shape, &d = to.shape;
+  if (s.bytes() == 0) return;
   const char* in = block_at(from, source);
   char* out = block_at(to, destination);
   for (int64_t i = 0; i < s.sizes[0]; ++i)
