@@ -95,7 +95,8 @@ def paged_attention(
         causal: a token sees keys up to its own position.
         window_size: keys that a token sees, itself included; needs ``causal``.
         softcap: 0 for none; at most 10000.
-        alibi_slopes: float32 ``[num_heads]``, Press et al., https://arxiv.org/abs/2108.12409.
+        alibi_slopes: float32 ``[num_heads]``, any values, Press et al., https://arxiv.org/abs/2108.12409. Scores are
+            float32: beside a bias of a thousand they keep four decimals.
         sinks: float32 ``[num_heads]``: a term ``exp(sink)`` in every row's denominator, part of the log-sum-exp. -inf:
             none; inf: it takes all the weight.
         k_scale, v_scale: float32, of one element, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, any
