@@ -325,7 +325,7 @@ def merge_attn_states(
 
 
 @torch.library.custom_op(
-    "paged_attn::refuse_backward", mutates_args=(), schema="(Tensor gradient, SymInt[] size) -> Tensor"
+    "paged_attn::_refuse_backward", mutates_args=(), schema="(Tensor gradient, SymInt[] size) -> Tensor"
 )
 def _refuse_backward(gradient: Tensor, size: Sequence[int]) -> Tensor:
     raise RuntimeError("paged_attn has no backward pass: call it under torch.no_grad() or torch.inference_mode()")
