@@ -59,7 +59,7 @@ def test_commands(command, option, value, capsys):
     ],
 )
 def test_benchmarks(bench, option, value, capsys, monkeypatch):
-    pytest.importorskip("tabulate")
+    pytest.importorskip("transformers")
     monkeypatch.setattr(sys, "argv", [bench, option, value])
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module(f"bench.{bench}").main()
@@ -68,6 +68,7 @@ def test_benchmarks(bench, option, value, capsys, monkeypatch):
 
 
 def test_options_that_do_not_fit_together():
+    pytest.importorskip("transformers")
     with pytest.raises(SystemExit, match="max_batch_tokens: expected at least max_num_seqs"):
         main(["serve-bench", "--device", "cpu", "--max-batch-tokens", "8", "--num-blocks", "64"])
 
