@@ -109,8 +109,8 @@ def test_one_query_each_named_by_prefix_sums(attention_ops, hint):
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 def test_batch_invariant(attention_ops, dtype, step):
     """A row's bits do not depend on its neighbours, the table's width or padding rows."""
-    lengths = [2000, 17, 40, 513, 0]
-    query_lens = None if step == "decode" else [1, 5, 40, 3, 1]
+    lengths = [2000, 17, 40, 513, 0, 700, 1, 64]
+    query_lens = None if step == "decode" else [1, 5, 40, 3, 1, 1, 1, 2]
     batch = peaky_batch(lengths, query_lens, dtype=dtype, head_dim=128).to(attention_ops.device)
     together, lse = batch.run(attention_ops.paged_attention, batch_invariant=True, return_lse=True)
     first = 0

@@ -94,7 +94,9 @@ struct Consumer {
   __device__ __forceinline__ void convert_query(uint32_t buffer, int num_rows) const {
     if (a.p.dtype != DType::kBFloat16) return;
     constexpr int kPieces = kHeadDim / 4;  // of 8 bytes
-    for (int i = threadIdx.x; i < Traits::kHeads * num_rows * kPieces; i += Traits::kWarps * 32) {
+    int first = threadIdx.x;
+    asm volatile("" : "+r"(first));  // what follows from it is computed anew: registers are scarce
+    for (int i = first; i < Traits::kHeads * num_rows * kPieces; i += Traits::kWarps * 32) {
       const int row = i / kPieces, head = Traits::kHeads == 1 ? 0 : row / num_rows;
       const uint32_t address =
           buffer + (row + head * (Traits::kRows - num_rows)) * Traits::kQueryPitch + i % kPieces * 8;
@@ -104,6 +106,9 @@ struct Consumer {
     ptx::fence_proxy_async();  // a bulk copy writes here next
     ptx::named_barrier_sync(1 + Traits::kHeads * Traits::kRowGroups, Traits::kWarps * 32);
   }
+
+  // The call ends with this, so not by way of code that has yet to be fetched.
+  __device__ __forceinline__ static void exit_thread() { asm volatile("exit;"); }
 
   // The end of a piece.  Its rows are written if it is all of the item, else published.  The CTA of an item's last
   // piece takes the published rows and writes them: at once if it has computed all pieces, else at the end of its
@@ -125,14 +130,15 @@ struct Consumer {
         publish(SlotRow<Traits>(a, slot, head() * Traits::kRows + first_row() + i), y);
     }
     if (ends && !due) memo().held = item;
+    if (!due && !last_of_share) return;
+    __syncwarp();
+    bool held = last_of_share && memo().held.num_rows > 0;
+    if (!due && !held) exit_thread();
 #pragma unroll 1
     for (;; due = false) {
       if (!due) {
-        __syncwarp();
         item = memo().held;
-        if (!last_of_share || item.num_rows == 0) return;
-        __syncwarp();
-        memo().held.num_rows = 0;
+        held = false;
       }
 #pragma unroll 1
       for (int i = slice(); i < kWarpRows; i += kSlices * kEndRows) {
@@ -140,6 +146,9 @@ struct Consumer {
         if (num_rows <= 0) break;
         take_published<Traits>(a, item, head() * Traits::kRows, row, num_rows);
       }
+      if (held) continue;
+      if (last_of_share) exit_thread();
+      return;
     }
   }
 
@@ -188,8 +197,8 @@ struct Consumer {
           end = min(limit, (tile / part + 1) * part);
         }
         const auto release_query = [&] {
-          __syncwarp();
-          if (end == limit && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(query_free);
+          if (Traits::kQueryArrivals == 1) __syncwarp();
+          if (end == limit && threadIdx.x % 32 < Traits::kQueryArrivals) ptx::mbarrier_arrive(query_free);
         };
         uint32_t q[Traits::kRowTiles][Traits::kQuerySteps][4];
         if (Traits::kQueryInRegisters) {
@@ -216,7 +225,7 @@ struct Consumer {
         } while (++tile < end);
         if (!Traits::kQueryInRegisters) release_query();
         if (Traits::kLoadsOnly) continue;
-        int piece = blockIdx.x - memo().item.pieces.base;
+        int piece = CtaPlace::of(a).number(a) - memo().item.pieces.base;
         if (p.batch_invariant) piece = (end - 1) / part_tiles<Traits>(w.s.num_tiles);
         finish_piece(x, piece, end == limit && w.in_last_item());
       } while (tile < limit);

@@ -1,6 +1,8 @@
 // Launches one instance of the decode kernel.
 #pragma once
 
+#include <numeric>
+
 #include "../launch.h"
 #include "decode_kernel.h"
 #include "tensor_map.h"
@@ -52,8 +54,13 @@ void launch(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
            s.strides.head % 4 == 0;
   };
   a.adjacent_scales = adjacent(p.k_scale) && adjacent(p.v_scale);
-  a.num_head_groups = p.num_kv_heads / Traits::kHeads;
-  a.grid_inverse = static_cast<unsigned>((uint64_t{1} << 32) / num_ctas) + 1;
+  // With few sequences latency decides, and that suffers where neighbours read the same blocks.
+  constexpr int kColumnsFrom = 16 / sizeof(typename Traits::Cache);  // sequences
+  const int head_groups = p.num_kv_heads / Traits::kHeads, columns = std::gcd(num_ctas, head_groups);
+  a.columns = p.num_seqs >= kColumnsFrom && columns < num_ctas && !a.range.side_by_side ? columns : 1;
+  a.column_ctas = num_ctas / a.columns, a.column_head_groups = head_groups / a.columns;
+  a.columns_inverse = 65536u / a.columns + 1;
+  a.ctas_inverse = static_cast<unsigned>((uint64_t{1} << 32) / a.column_ctas) + 1;
   a.seq_lens_stride = static_cast<int>(p.seq_lens_stride);
   a.cu_seqlens_q_stride = static_cast<int>(p.cu_seqlens_q_stride);
   a.min_share = (128 + Traits::kTileTokens - 1) / Traits::kTileTokens;

@@ -154,16 +154,16 @@ __device__ __forceinline__ float warp_max(float x) {
   return __int_as_float(ordered(__reduce_max_sync(~0u, ordered(__float_as_int(x)))));
 }
 
-// Takes the published pieces of the rows `row`, row + kSlices, ... (num_rows of them) of an item, in order, clears
-// them, and writes the rows; by a warp.  A lane polls the statistics of one piece of one row.  The first values are
-// requested together with them and asked for again together, further ones once these are added.
-template <class Traits>
-__device__ __forceinline__ void take_published(const DecodeArgs& a, const Item& item, int first_slot_row, int row,
-                                               int num_rows) {
+// Adds the published pieces of the rows `row`, row + kSlices, ... (num_rows of them) of an item to `x`, in order, and
+// clears them; by a warp.  A lane polls the statistics of one piece of one row.  The values of the first kBatch pieces
+// are requested together with them and asked for again together, further ones once these are added; kFew: there are
+// none.  `place`: of the only row, if kEndRows is 1.
+template <class Traits, int kBatch, bool kFew>
+__device__ __forceinline__ void add_published(const DecodeArgs& a, const Item& item, int first_slot_row, int row,
+                                              int num_rows, Partial<Traits::kHeadDim> (&x)[Traits::kEndRows],
+                                              RowPlace& place) {
   using Slot = SlotRow<Traits>;
   constexpr int kRows = Traits::kEndRows, kVectors = Partial<Traits::kHeadDim>::kVectors;
-  constexpr int kValues = Traits::kWarps == 4 || kRows * kVectors == 1 ? 16 : 8;  // held in registers
-  constexpr int kBatch = kValues / kRows / kVectors;                              // their pieces
   constexpr int kRound = 32 / kRows;  // pieces whose statistics are polled together
   const int lane = threadIdx.x % 32, my_row = lane / kRound, my_piece = lane % kRound;
   const float e = __uint_as_float(__ballot_sync(~0u, true));  // kEmptyWord, in a register that is not made anew
@@ -175,7 +175,7 @@ __device__ __forceinline__ void take_published(const DecodeArgs& a, const Item& 
   const auto each = [&](int count, auto&& f) {
 #pragma unroll
     for (int k = 0; k < kBatch; k++) {
-      if (k == kBatch / 2 && count <= kBatch / 2) break;
+      if (!kFew && k == kBatch / 2 && count <= kBatch / 2) break;
 #pragma unroll
       for (int i = 0; i < kRows; i++)
 #pragma unroll
@@ -185,13 +185,9 @@ __device__ __forceinline__ void take_published(const DecodeArgs& a, const Item& 
                 v * 32);
     }
   };
-  Partial<Traits::kHeadDim> x[kRows];
-  RowPlace place;
-#pragma unroll
-  for (int i = 0; i < kRows; i++) x[i].clear();
 #pragma unroll 1
   for (int round = 0; round < item.pieces.count; round += kRound) {
-    const int round_count = min(item.pieces.count - round, kRound);
+    const int round_count = kFew ? item.pieces.count : min(item.pieces.count - round, kRound);
     const bool polls = my_piece < round_count && my_row < num_rows;
     float2* stats = (my_piece == 0 ? at.stats : from.stats + my_piece * Slot::kSlotRows) + my_row * Traits::kSlices;
     float2 s = make_float2(kNoMaximum, 0.f);
@@ -205,7 +201,7 @@ __device__ __forceinline__ void take_published(const DecodeArgs& a, const Item& 
         value = make_float4(0.f, 0.f, 0.f, 0.f);
         if (has(k, i, v)) value = load_relaxed(p);
       });
-      if (kRows == 1 && round + first == 0) {  // while the first values are on their way
+      if (kRows == 1 && (kFew || round + first == 0)) {  // while the first values are on their way
         int r = row;
         asm volatile("" : "+r"(r));  // not before
         place = RowPlace::of(a, item.rows, r);
@@ -220,7 +216,7 @@ __device__ __forceinline__ void take_published(const DecodeArgs& a, const Item& 
           if (is_empty(value)) value = load_relaxed(p);
         });
       }
-      if (first == 0) {
+      if (kFew || first == 0) {
         float my_max = 0.f;
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
@@ -229,19 +225,42 @@ __device__ __forceinline__ void take_published(const DecodeArgs& a, const Item& 
           my_max = my_row == i ? max : my_max;
         }
         weight = ptx::exp2(s.x - my_max);
-        s.y *= weight;
+        float sum = s.y * weight;
+#pragma unroll
+        for (int d = 1; d < (kFew ? kBatch : kRound); d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+#pragma unroll
+        for (int i = 0; i < kRows; i++) x[i].sum += __shfl_sync(~0u, sum, i * kRound);
         if (polls) store_relaxed(stats, make_float2(e, e));
       }
       each(count, [&](float4& value, int k, int i, int v, float4* p) {
-        const int source = i * kRound + first + k;
-        if (v == 0) x[i].sum += __shfl_sync(~0u, s.y, source);
-        x[i].add(v, value, __shfl_sync(~0u, weight, source));
+        x[i].add(v, value, __shfl_sync(~0u, weight, i * kRound + first + k));
         if (has(k, i, v)) store_relaxed(p, empty);
       });
+      if (kFew) return;
       from.out += kBatch * Slot::kSlotVectors, at.out = from.out;
     }
     from.stats += kRound * Slot::kSlotRows, at.stats = from.stats;
   }
+}
+
+// Takes the published pieces of rows, as add_published does, and writes the rows.
+template <class Traits>
+__device__ __forceinline__ void take_published(const DecodeArgs& a, const Item& item, int first_slot_row, int row,
+                                               int num_rows) {
+  constexpr int kRows = Traits::kEndRows, kVectors = Partial<Traits::kHeadDim>::kVectors;
+  constexpr int kValues = Traits::kWarps == 4 || kRows * kVectors == 1 ? 16 : 8;  // held in registers
+  constexpr int kBatch = kValues / kRows / kVectors, kFew = 8;                    // pieces
+  Partial<Traits::kHeadDim> x[kRows];
+  RowPlace place;
+#pragma unroll
+  for (int i = 0; i < kRows; i++) x[i].clear();
+  // Straight code for few pieces, as short calls have: there every instruction is executed once, and jumps are slow.
+  if (kBatch <= kFew || item.pieces.count > kBatch)
+    add_published<Traits, kBatch, false>(a, item, first_slot_row, row, num_rows, x, place);
+  else if (item.pieces.count > kFew)
+    add_published<Traits, kBatch, true>(a, item, first_slot_row, row, num_rows, x, place);
+  else
+    add_published<Traits, kFew, true>(a, item, first_slot_row, row, num_rows, x, place);
 #pragma unroll
   for (int i = 0; i < kRows; i++)
     if (i < num_rows) {

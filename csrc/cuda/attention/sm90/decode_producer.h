@@ -14,7 +14,7 @@ struct Ring {
   uint32_t stages;  // shared-memory addresses
   uint32_t full;    // [kStages] barriers: one arrival a producer (with kTokenScales: and its lanes), then bytes
   uint32_t empty;   // [kStages]: one arrival a consumer warp
-  uint32_t query;   // [2]: a query buffer is free again; one arrival a consumer warp
+  uint32_t query;   // [2]: a query buffer is free again; kQueryArrivals a consumer warp
   uint32_t share;   // a producer has found the share
   uint32_t ended;   // a consumer has seen the kernel ahead end
 
@@ -35,8 +35,8 @@ struct Ring {
       ptx::mbarrier_init(full + i * 8, Traits::kProducers * (Traits::kTokenScales ? 33 : 1));
       ptx::mbarrier_init(empty + i * 8, Traits::kWarps);
     }
-    ptx::mbarrier_init(query, Traits::kWarps);
-    ptx::mbarrier_init(query + 8, Traits::kWarps);
+    ptx::mbarrier_init(query, Traits::kWarps * Traits::kQueryArrivals);
+    ptx::mbarrier_init(query + 8, Traits::kWarps * Traits::kQueryArrivals);
     ptx::mbarrier_init(share, 1);
     ptx::mbarrier_init(ended, 1);
     ptx::mbarrier_init_fence();

@@ -2,6 +2,10 @@
 // contiguous shares, one a CTA ("stream-K").  Every warp derives the share of its CTA from the lengths alone, so
 // nothing is planned on the host and a captured graph stays valid for every length.
 //
+// With many sequences there are several such lists, each with an equal part of the heads, for as many columns of CTAs.
+// CTA b belongs to the column b % columns, so neighbours read the heads of the same blocks at about the same time: the
+// memory is quicker at what lies together.
+//
 // With batch_invariant, cuts fall only between the parts of an item, and those follow from the item's own length.
 #pragma once
 
@@ -52,10 +56,24 @@ __device__ __forceinline__ int cut_at(const DecodeArgs& a, int offset, int num_t
   return min(num_tiles, (offset + part - 1) / part * part);
 }
 
-// A position in the share of a CTA.  CTA b owns the tiles from b * chunk to (b + 1) * chunk of the flattened list.
+// Where this CTA stands.
+struct CtaPlace {
+  int column, index;  // in the column
+
+  __device__ __forceinline__ static CtaPlace of(const DecodeArgs& a) {
+    const int index = blockIdx.x * a.columns_inverse >> 16;
+    return {static_cast<int>(blockIdx.x) - index * a.columns, index};
+  }
+  // Counted column by column, which is how slots are numbered.
+  __device__ __forceinline__ int number(const DecodeArgs& a) const { return column * a.column_ctas + index; }
+};
+
+// A position in the share of a CTA.  The CTA `index` of a column owns the tiles from index * chunk to (index + 1) *
+// chunk of its flattened list.
 template <class Traits>
 struct Walk {
   int seq, head_group, tile;  // tile of the item: its tokens begin at (s.first_tile + tile) * kTileTokens
+  int first_head_group;       // of the column
   Sequence s;
   unsigned item_begin, end, chunk;  // where the item and the share begin and end in the list
 
@@ -73,8 +91,8 @@ struct Walk {
     }
     item_begin += s.num_tiles;
     tile = 0;
-    if (++head_group == a.num_head_groups) {
-      head_group = 0;
+    if (++head_group == first_head_group + a.column_head_groups) {
+      head_group = first_head_group;
       do s = load_sequence<Traits>(a, ++seq);  // ends: the last sequence of a share is not empty
       while (s.num_tiles == 0);
     }
@@ -104,7 +122,7 @@ __device__ __forceinline__ unsigned ctas_beside_prefill(const DecodeArgs& a, uns
     const unsigned keys = min(s.len - s.query_len / 2, s.query_len / 2 + a.window);
     prefill += min(1u << 20, (s.query_len * a.group / kBalance) * (keys / Traits::kTileTokens));
   }
-  prefill = __shfl_sync(~0u, warp_inclusive_sum(prefill), 31) * a.num_head_groups;
+  prefill = __shfl_sync(~0u, warp_inclusive_sum(prefill), 31) * a.column_head_groups;
   const uint64_t all = static_cast<uint64_t>(total) + prefill;
   return all == 0 ? gridDim.x
                   : max(1u, static_cast<unsigned>((total * static_cast<uint64_t>(gridDim.x) + all - 1) / all));
@@ -117,7 +135,7 @@ __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
   const int per_lane = (num_seqs + 31) / 32;  // consecutive sequences
   const auto cost = [&](int seq) -> unsigned {
     const int tiles = load_sequence<Traits>(a, min(seq, num_seqs - 1)).num_tiles;
-    return seq < num_seqs ? tiles * a.num_head_groups : 0;
+    return seq < num_seqs ? tiles * a.column_head_groups : 0;
   };
   Walk<Traits> w = {};
   if (num_seqs == 0) return w;
@@ -125,13 +143,14 @@ __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
 #pragma unroll 4
   for (int i = 1; i < per_lane; i++) sum += cost(lane * per_lane + i);
   const unsigned inclusive = warp_inclusive_sum(sum), total = __shfl_sync(~0u, inclusive, 31);
-  unsigned chunk = __umulhi(total - 1, a.grid_inverse) + 1;  // total / gridDim.x, rounded up
+  unsigned chunk = __umulhi(total - 1, a.ctas_inverse) + 1;  // total / column_ctas, rounded up
   if (a.range.side_by_side) {
     const unsigned ctas = ctas_beside_prefill<Traits>(a, total);
     chunk = (total + ctas - 1) / ctas;
   }
   w.chunk = max(chunk, static_cast<unsigned>(a.min_share));
-  const unsigned begin = blockIdx.x * w.chunk;
+  const CtaPlace place = CtaPlace::of(a);
+  const unsigned begin = place.index * w.chunk;
   w.end = min(begin + w.chunk, total);
   if (begin >= total) return w;
 
@@ -152,8 +171,10 @@ __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
     w.item_begin = __shfl_sync(~0u, upto, 31);
   }
   w.s = load_sequence<Traits>(a, w.seq);
-  w.head_group = (begin - w.item_begin) / w.s.num_tiles;
-  w.item_begin += w.head_group * w.s.num_tiles;
+  const int head_groups = (begin - w.item_begin) / w.s.num_tiles;
+  w.first_head_group = place.column * a.column_head_groups;
+  w.head_group = w.first_head_group + head_groups;
+  w.item_begin += head_groups * w.s.num_tiles;
   w.tile = cut_at<Traits>(a, begin - w.item_begin, w.s.num_tiles);
   if (a.p.batch_invariant) w.advance(a, 0);  // the first cut may lie at the end of the item
   return w;
@@ -162,8 +183,8 @@ __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
 // The pieces of an item, in order: a piece is what a CTA owns of it, or one part if batch_invariant.  An item of one
 // piece is finished where it is computed; otherwise all are published, and merged by the CTA of the last one.  A slot
 // has one writer at a time:
-// - Free cuts: CTA b has slot b, for its piece of the item that began in an earlier CTA, and slot gridDim.x + b, for
-//   its piece of the item that begins here and goes on.
+// - Free cuts: CTA number b has slot b, for its piece of the item that began in an earlier CTA, and slot gridDim.x + b,
+//   for its piece of the item that begins here and goes on.
 // - batch_invariant: kMaxParts slots of the CTA that the item begins in.  It has two such runs: one for the item that
 //   goes on in the next CTA, one for those that end in the same, one after the other.
 struct Pieces {
@@ -172,13 +193,14 @@ struct Pieces {
 
   template <class Traits>
   __device__ __forceinline__ static Pieces of(const DecodeArgs& a, const Walk<Traits>& w) {
-    const int first_cta = w.item_begin / w.chunk;
+    const int first = w.item_begin / w.chunk;  // CTA of the column
+    const int first_cta = CtaPlace::of(a).column * a.column_ctas + first;
     if (!a.p.batch_invariant)
-      return {first_cta, static_cast<int>((w.item_begin + w.s.num_tiles - 1) / w.chunk) - first_cta + 1,
+      return {first_cta, static_cast<int>((w.item_begin + w.s.num_tiles - 1) / w.chunk) - first + 1,
               static_cast<int>(gridDim.x) + first_cta};
     const int part = part_tiles<Traits>(w.s.num_tiles), count = (w.s.num_tiles + part - 1) / part;
-    const int last_cta = (w.item_begin + (count - 1) * part) / w.chunk;
-    const int base = (first_cta * 2 + (last_cta == first_cta)) * kMaxParts;
+    const int last = (w.item_begin + (count - 1) * part) / w.chunk;
+    const int base = (first_cta * 2 + (last == first)) * kMaxParts;
     return {base, count, base};
   }
   __device__ __forceinline__ int slot(int piece) const { return piece == 0 ? first_slot : base + piece; }

@@ -16,16 +16,19 @@ namespace paged_attn::sm90 {
 struct DecodeArgs {
   AttentionParams p;
   QueryRange range;
-  float* partial_out;      // [slots, kHeads, kRows, head_dim]: unnormalised; 0xff.. where not written (Pieces)
-  float2* partial_stats;   // [slots, kHeads, kRows]: maximum in log2 units, sum; 0xff.. likewise
-  int window;              // window_size, or more than any length where there is no limit
-  int group;               // query heads a KV head
-  unsigned group_inverse;  // 65536 / group + 1: row * group_inverse >> 16 is row / group, exactly for rows below 256
-  int max_rows;            // packed rows (query tokens x group) of a sequence, at most kRows
-  int num_head_groups;     // num_kv_heads / kHeads
-  int min_share;           // least tiles of a CTA
-  unsigned grid_inverse;   // 2^32 / CTAs + 1
-  int seq_lens_stride;     // p's, which fit 32 bits (decode_supports)
+  float* partial_out;        // [slots, kHeads, kRows, head_dim]: unnormalised; 0xff.. where not written (Pieces)
+  float2* partial_stats;     // [slots, kHeads, kRows]: maximum in log2 units, sum; 0xff.. likewise
+  int window;                // window_size, or more than any length where there is no limit
+  int group;                 // query heads a KV head
+  unsigned group_inverse;    // 65536 / group + 1: row * group_inverse >> 16 is row / group, exactly for rows below 256
+  int max_rows;              // packed rows (query tokens x group) of a sequence, at most kRows
+  int columns;               // of CTAs, each with as many head groups (decode_schedule.h)
+  int column_ctas;           // CTAs / columns
+  int column_head_groups;    // num_kv_heads / kHeads / columns
+  unsigned columns_inverse;  // 65536 / columns + 1
+  unsigned ctas_inverse;     // 2^32 / column_ctas + 1
+  int min_share;             // least tiles of a CTA
+  int seq_lens_stride;       // p's, which fit 32 bits (decode_supports)
   int cu_seqlens_q_stride;
   bool modified_scores;  // soft cap or ALiBi
   int box_shift;         // log2 of the tokens in a TMA box: a block, or as much of it as a tile holds
@@ -83,11 +86,14 @@ struct DecodeTraits {
   static constexpr int kProducers = 2;  // warps: one for K, one for V; a TMA instruction takes its time to issue
   static constexpr int kThreads = 32 * (kWarps + kProducers);
   // Two where the math of an 8-bit cache decides: twice as many instructions that need not wait for each other.
-  static constexpr int kTokenTiles = kQuantized && kRows >= 32 && kHeadDim < 256 ? 2 : 1;
+  static constexpr bool kMuchMath = kRows >= 32 ? kHeadDim < 256 : kRows == 16 && kTokenScales && kHeadDim <= 128;
+  static constexpr int kTokenTiles = kQuantized && kMuchMath ? 2 : 1;
   static constexpr int kTileTokens = 16 * kTokenTiles * kSlices;
   // Rows that a warp finishes together at the end of a piece, kSlices apart.
   static constexpr int kEndRows = kRows == 8 ? 1 : kWarpRows / kSlices < 4 ? kWarpRows / kSlices : 4;
   static constexpr bool kQueryInRegisters = kHeadDim * kWarpRows <= (kWarps == 4 ? 2048 : 1024);
+  // Threads of a warp that free the query rows.  With all of them racecheck sees the order; where math decides, one.
+  static constexpr int kQueryArrivals = kTokenTiles == 1 ? 32 : 1;
 
   // Shared memory: the ring, two buffers of query rows (an item's queries arrive while the item before is worked on),
   // and the states of the warps at the end of a piece.
