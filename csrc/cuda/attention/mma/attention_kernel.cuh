@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     const Piece& piece = state.pieces[which];
     const PieceView view = state.views[which];
     const int begin = view.tile_begin;
-    typename Loader<C>::Blocks found[C::kMaxStages];
+    typename Loader<C>::Blocks found[C::kMaxStages] = {};
 #pragma unroll
     for (int stage = 0; stage < C::kMaxStages; ++stage)
       if (stage < ahead && begin + stage < view.tile_end) found[stage] = loader.find_blocks(view, begin + stage);

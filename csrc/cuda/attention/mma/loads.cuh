@@ -53,8 +53,8 @@ class Loader {
   static constexpr int kRunRows = kThreadRows < 8 ? kThreadRows : 8, kRuns = kThreadRows / kRunRows;
   static_assert(kRunRows <= kRowChunks);
 
-  // Of each of this thread's runs, the block of key threadIdx.x % kRunRows: the threads of a run know them all.  An id
-  // of no block becomes that of the last one.
+  // Of each of this thread's runs, the block of key threadIdx.x % kRunRows: the threads of a run know them all.  As the
+  // table has them: whatever is done with one when it is read waits for the memory.
   struct Blocks {
     int of_run[kRuns];
   };
@@ -63,7 +63,7 @@ class Loader {
 #pragma unroll
     for (int run = 0; run < kRuns; ++run) {
       const int place = args_.block.quotient(min(tile * C::kKeys + own_row(run), view.last_key));
-      blocks.of_run[run] = min(static_cast<unsigned>(__ldg(view.blocks + place)), args_.last_block);
+      blocks.of_run[run] = __ldg(view.blocks + place);
     }
     return blocks;
   }
@@ -161,6 +161,11 @@ class Loader {
   __device__ static int own_row(int run) { return row_of(run * kRunRows + threadIdx.x % kRunRows); }
   __device__ int slot_of(int key) const { return key - args_.block.quotient(key) * args_.block.value; }
 
+  // An id of no block becomes that of the last one.
+  __device__ int block_of(const Blocks& blocks, int run) const {
+    return min(static_cast<unsigned>(blocks.of_run[run]), args_.last_block);
+  }
+
   // Of this thread's chunk of a key; its value lies kStageBytes / 2 behind.
   __device__ __forceinline__ unsigned char* place(int stage, int row) const {
     return stage_data(stage) + row * C::kCacheRowBytes + ((chunk() ^ swizzle_of(row)) << 4);
@@ -178,7 +183,7 @@ class Loader {
                                             const Blocks& blocks) const {
 #pragma unroll
     for (int run = 0; run < kRuns; ++run) {
-      const int row0 = row_of(run * kRunRows), slot = slot_of(tile * C::kKeys + row0), block = blocks.of_run[run];
+      const int row0 = row_of(run * kRunRows), slot = slot_of(tile * C::kKeys + row0), block = block_of(blocks, run);
       const unsigned char* key = view.keys + chunk() * 16 + block * args_.key_bytes.block + slot * args_.key_bytes.slot;
       const unsigned char* value =
           view.values + chunk() * 16 + block * args_.value_bytes.block + slot * args_.value_bytes.slot;
@@ -205,7 +210,7 @@ class Loader {
 #pragma unroll
     for (int run = 0; run < kRuns; ++run) {
       const int own = own_row(run), position = tile * C::kKeys + own, slot = slot_of(position);
-      const int block = blocks.of_run[run];
+      const int block = block_of(blocks, run);
       const bool own_seen = !kPartial || position >= piece.span.key_begin && position < piece.span.key_end;
       uint32_t own_key = (block * args_.key_bytes.block + slot * args_.key_bytes.slot) / 16;
       uint32_t own_value = (block * args_.value_bytes.block + slot * args_.value_bytes.slot) / 16;
@@ -238,7 +243,7 @@ class Loader {
 #pragma unroll 1
       for (int i = 0; i < kRunRows; ++i) {
         const int row = row_of(run * kRunRows + i), key = tile * C::kKeys + row, slot = slot_of(key);
-        const int block = __shfl_sync(~0u, blocks.of_run[run], i, kRunRows);
+        const int block = __shfl_sync(~0u, block_of(blocks, run), i, kRunRows);
         const bool seen = key >= span.key_begin && key < span.key_end, read = seen && there > 0;
         const int64_t from_key = block * args_.key_bytes.block + slot * args_.key_bytes.slot;
         const int64_t from_value = block * args_.value_bytes.block + slot * args_.value_bytes.slot;
