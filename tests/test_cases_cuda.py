@@ -116,6 +116,24 @@ def test_same_bits_from_query_tiles_cut_by_keys(num_kv_heads):
     assert_close(lse, whole_lse, tolerance=1e-3)
 
 
+@pytest.mark.parametrize("path", ["auto", "mma"])
+def test_batch_invariant_of_long_contexts(path):
+    """Pieces of long sequences are larger ones: the same for every row, whatever is beside it."""
+    lengths, query_lens = [300_000, 131_073, 90], [1, 3, 1]
+    batch = peaky_batch(lengths, query_lens, dtype=torch.bfloat16, num_heads=2, num_kv_heads=1)
+    expected, on_gpu = batch.expected(), batch.to("cuda")
+    together = on_gpu.run(paged_attn.paged_attention, batch_invariant=True, backend=path)
+    assert_close(together, expected)
+    first = 0
+    for sequence, count in enumerate(query_lens):
+        one, rows = slice(sequence, sequence + 1), slice(first, first + count)
+        first += count
+        starts = torch.tensor([0, count], dtype=torch.int32, device="cuda")
+        caches = on_gpu.key_cache, on_gpu.value_cache
+        alone = Batch(on_gpu.query[rows], *caches, on_gpu.block_table[one], on_gpu.seq_lens[one], starts)
+        assert_same_bits(alone.run(paged_attn.paged_attention, batch_invariant=True, backend=path), together[rows])
+
+
 # E-pad-rows
 
 

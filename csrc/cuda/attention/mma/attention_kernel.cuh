@@ -47,7 +47,7 @@ struct CtaState {
                     args.plain_copies ? min(piece.tile_end, piece.span.full_end / C::kKeys) : 0,
                     piece.num_rows,
                     rules[which].modified};
-    if (!C::kMergesItself && args.partials.unit_tiles == 0 && piece.first && !piece.last)
+    if (!C::kMergesItself && args.partials.units.tiles == 0 && piece.first && !piece.last)
       args.partials.items[blockIdx.x] = {piece.entry, piece.head, walk.parts(piece).count};
   }
 };
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     }
   }
   if (warp == 0) {
-    const Walk walk(args.heads, plan, args.deals, args.min_share, args.partials.unit_tiles);
+    const Walk walk(args.heads, plan, args.deals, args.min_share, args.partials.units);
     if (thread == 0) {
       state.walk = walk;
       if (!C::kMergesItself) args.partials.items[blockIdx.x] = {0, 0, 0};
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     unsigned char* exchange = C::kQuantized && C::kTensorCores ? smem + C::kConverted : loader.stage_data(ahead);
     rows.finish(args, piece, rule, reinterpret_cast<float2*>(smem + C::kStates), reinterpret_cast<float*>(exchange));
     if (thread == 0) state.turn = turn;
-    if (C::kMergesItself && args.partials.unit_tiles == 0 && !piece.whole()) merge_if_last(args, state, piece);
+    if (C::kMergesItself && args.partials.units.tiles == 0 && !piece.whole()) merge_if_last(args, state, piece);
   }
   if (args.range.owns_empty) write_empty_rows<typename C::T>(p);
 }

@@ -48,8 +48,8 @@ class Writer {
       out_ = static_cast<T*>(p_.out) + (e.q_begin + token) * p_.out_strides.token + head * p_.out_strides.head;
       if (p_.lse && stores_state) p_.lse[static_cast<int64_t>(e.q_begin + token) * p_.num_heads + head] = end.lse;
     } else {
-      const int64_t r = partials_.unit_tiles > 0
-                            ? partials_.unit_row(p_, e, token, head, piece_.tile_begin / partials_.unit_tiles)
+      const int64_t r = partials_.units.tiles > 0
+                            ? partials_.unit_row(p_, e, token, head, partials_.units.index(piece_.tile_begin))
                             : partials_.balanced_row(shape_, blockIdx.x, piece_.first, row);
       partial_ = partials_.out + r * partials_.row_stride;
       if (stores_state) partials_.state[r] = make_float2(maximum, sum);

@@ -10,7 +10,7 @@
 namespace paged_attn::mma {
 
 constexpr int kCtasPerSm = 2;
-constexpr int kUnitTokens = 2048;  // batch_invariant: keys of a piece, for tiles of few rows
+constexpr int kUnitTokens = 2048;  // batch_invariant: keys of the first units, for tiles of few rows
 
 // Bytes in a row of pieces that one allocation holds.
 class Layout {
@@ -71,7 +71,7 @@ int stages_that_fit(const DeviceInfo& device, int ctas) {
   return stages < 2 ? 0 : stages;
 }
 
-// `splits_rows`: batch_invariant cuts rows into units of kUnitTokens keys; else a row is done in one piece.
+// `splits_rows`: batch_invariant cuts rows into units of kUnitTokens keys and more; else a row is done in one piece.
 template <class C>
 void launch_attention(KernelArgs args, bool splits_rows, Workspace& workspace, cudaStream_t stream,
                       const DeviceInfo& device) {
@@ -97,8 +97,9 @@ void launch_attention(KernelArgs args, bool splits_rows, Workspace& workspace, c
   int64_t partial_rows = 2ll * num_ctas * tile.rows;
   if (p.batch_invariant) {
     const int64_t capacity = static_cast<int64_t>(p.max_blocks) * p.block_size;
-    partials.unit_tiles = splits_rows ? kUnitTokens / tile.keys : 1 << 24;
-    partials.max_units = splits_rows ? static_cast<int>((capacity + kUnitTokens - 1) / kUnitTokens) : 1;
+    partials.units.tiles = splits_rows ? kUnitTokens / tile.keys : 1 << 24;
+    partials.max_units =
+        splits_rows && capacity > 0 ? partials.units.index(static_cast<int>((capacity - 1) / tile.keys)) + 1 : 1;
     const int64_t by_sequence = static_cast<int64_t>(p.num_seqs) * args.range.max_len;
     if (by_sequence < p.num_tokens) partials.seq_tokens = args.range.max_len;
     partial_rows =

@@ -41,15 +41,13 @@ __global__ void __launch_bounds__(kWarps * 32)
   for (int i = blockIdx.x; i < *plan.num_entries; i += gridDim.x) {
     const PlanEntry e = plan.entries[i];
     const KeySpan span = key_span(p, heads, shape, e);
-    const int first_unit = span.tile_begin / partials.unit_tiles;
-    const int last_unit = (span.tile_end - 1) / partials.unit_tiles;
-    if (first_unit == last_unit) continue;
+    const Units& units = partials.units;
+    if (units.index(span.tile_begin) == units.index(span.tile_end - 1)) continue;
     for_each_row(heads, shape, e, blockIdx.z, this_warp(), gridDim.y * kWarps, [&](int, int token, int head) {
       const int position = e.seq_len - e.q_len + token;
       const int end = p.causal ? min(position + 1, e.seq_len) : e.seq_len;
       const int begin = p.window_size > 0 ? max(0, position - p.window_size + 1) : 0;
-      const int unit_keys = partials.unit_tiles * shape.keys;
-      const int u0 = begin / unit_keys, u1 = max(0, end + unit_keys - 1) / unit_keys;
+      const int u0 = units.index(begin / shape.keys), u1 = end > 0 ? units.index((end - 1) / shape.keys) + 1 : 0;
       auto part = [&](int k) { return partials.unit_row(p, e, token, head, u0 + k); };
       merge_row<T, kVectors, 8>(p, partials, max(0, u1 - u0), part, e.q_begin + token, head);
     });
@@ -61,7 +59,7 @@ void launch(const AttentionParams& p, QueryRange range, TileShape shape, const P
             int num_ctas, cudaStream_t stream, bool dependent) {
   const int64_t rows = std::min<int64_t>(shape.rows, int64_t{range.max_len} * (p.num_heads / p.num_kv_heads));
   const unsigned row_blocks = static_cast<unsigned>(std::min<int64_t>(8, (rows + kWarps - 1) / kWarps));
-  if (partials.unit_tiles == 0) {
+  if (partials.units.tiles == 0) {
     const dim3 grid(num_ctas, row_blocks);
     launch_kernel(merge_kernel<T>, grid, kWarps * 32, 0, stream, dependent, p, Heads(p), shape, partials);
   } else {

@@ -18,7 +18,7 @@ struct Partials {
   int* arrivals;   // [CTAs], marked memory, -1 between launches; balanced cut, no second kernel: pieces that have ended
                    // of the item that begins in the CTA
   int row_stride;  // elements
-  int unit_tiles;  // key tiles of a unit; 0: balanced cut
+  Units units;
   int max_units;   // units of the longest possible row
   int seq_tokens;  // a bound on the query tokens of a sequence, or 0: places are counted by tokens of the call
 

@@ -65,6 +65,29 @@ __device__ inline KeySpan key_span(const AttentionParams& p, const Heads& heads,
   return s;
 }
 
+// batch_invariant: how the keys are cut, counted from key 0, whoever sees them: kMinUnits units of `tiles` key tiles,
+// then half as many of twice their size, half as many of four times, and so on.  The number of units, and with it the
+// memory for partials, grows with the logarithm of the longest possible sequence only.
+struct Units {
+  static constexpr int kMinUnits = 64;
+
+  int tiles;  // 0: balanced cut
+
+  __host__ __device__ int index(int tile) const {
+    return kMinUnits / 2 * log2_size(tile) + (tile / tiles >> log2_size(tile));
+  }
+  __device__ int begin(int tile) const { return (tile / tiles >> log2_size(tile)) * tiles << log2_size(tile); }
+  __device__ int end(int tile) const { return begin(tile) + (tiles << log2_size(tile)); }
+
+ private:
+  // In units of `tiles`, of the unit that holds `tile`.
+  __host__ __device__ int log2_size(int tile) const {
+    int log2 = 0;
+    while (tile / tiles >> log2 >= kMinUnits) ++log2;
+    return log2;
+  }
+};
+
 // A run of key tiles of one query tile and KV head, done by one CTA without a break.
 struct Piece {
   PlanEntry entry;
@@ -90,17 +113,17 @@ struct CutItem {
 };
 
 // The pieces of one CTA, in order.  With `deals`, the items from the list's end on, its longest, are taken whole by
-// whoever comes first, as many as fill the grid a whole number of times; the rest is cut.  With unit_tiles > 0
-// (batch_invariant) pieces end at multiples of unit_tiles, counted from key 0, and belong to the CTA whose share holds
+// whoever comes first, as many as fill the grid a whole number of times; the rest is cut.  With units
+// (batch_invariant) a piece is what a query tile sees of a unit, and belongs to the CTA whose share holds
 // their first tile, or all items are dealt: the cut of a row depends on the row alone.  All threads of a warp make a
 // walk together; then one of them walks.
 class Walk {
  public:
-  __device__ Walk(const Heads& heads, const Plan& plan, bool deals, int min_share, int unit_tiles)
-      : plan_(plan), unit_tiles_(unit_tiles), index_(0), next_begin_(0) {
+  __device__ Walk(const Heads& heads, const Plan& plan, bool deals, int min_share, Units units)
+      : plan_(plan), units_(units), index_(0), next_begin_(0) {
     const int count = *plan.num_entries;
     num_items_ = count * heads.kv.value;
-    num_cut_ = !deals ? num_items_ : unit_tiles > 0 ? 0 : num_items_ % static_cast<int>(gridDim.x);
+    num_cut_ = !deals ? num_items_ : units.tiles > 0 ? 0 : num_items_ % static_cast<int>(gridDim.x);
     const int whole = heads.kv.quotient(num_cut_), rest = num_cut_ - whole * heads.kv.value;  // entries; items
     int64_t total = plan.entries[whole].begin;
     if (rest > 0) total += rest * ((plan.entries[whole + 1].begin - total) / heads.kv.value);
@@ -141,16 +164,16 @@ class Walk {
       piece.head = offset / tiles;
       const int t = offset % tiles;
       piece.tile_begin = piece.span.tile_begin + t;
-      const int unit_begin = unit_tiles_ > 0 ? piece.tile_begin / unit_tiles_ * unit_tiles_ : 0;
-      if (unit_tiles_ > 0) {
-        piece.tile_end = min(piece.span.tile_end, unit_begin + unit_tiles_);
+      const int unit_begin = units_.tiles > 0 ? units_.begin(piece.tile_begin) : 0;
+      if (units_.tiles > 0) {
+        piece.tile_end = min(piece.span.tile_end, units_.end(piece.tile_begin));
       } else {
         piece.tile_end = piece.tile_begin + static_cast<int>(min(static_cast<int64_t>(tiles - t), end_ - position_));
       }
       position_ += piece.tile_end - piece.tile_begin;
       piece.first = t == 0;
       piece.last = piece.tile_end == piece.span.tile_end;
-      if (unit_tiles_ == 0 || piece.first || piece.tile_begin == unit_begin) return true;
+      if (units_.tiles == 0 || piece.first || piece.tile_begin == unit_begin) return true;
     }
     return false;
   }
@@ -190,7 +213,8 @@ class Walk {
 
   Plan plan_;
   int num_items_, num_cut_;  // items of the list not known to be taken, and of those that are cut
-  int unit_tiles_, index_;
+  Units units_;
+  int index_;
   int64_t share_, position_, end_, next_begin_;
   PlanEntry entry_;
 };
