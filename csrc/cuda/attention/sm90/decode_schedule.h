@@ -113,7 +113,7 @@ struct Walk {
 // round.
 template <class Traits>
 __device__ __forceinline__ unsigned ctas_beside_prefill(const DecodeArgs& a, unsigned total) {
-  constexpr int kBalance = Traits::kRows == 8 ? 88 : 192;
+  constexpr int kBalance = Traits::kRows == 8 ? 120 : 192;
   const AttentionParams& p = a.p;
   unsigned prefill = 0;  // in tiles
   for (int seq = threadIdx.x % 32; seq < p.num_seqs; seq += 32) {
