@@ -393,3 +393,21 @@ def test_unusual_scales(attention_ops, cache_dtype, scale_kind, query_len):
     expected = batch.expected()
     output = batch.to(attention_ops.device).run(attention_ops.paged_attention)
     assert_close(output / magnitude, expected / magnitude)
+
+
+@pytest.mark.parametrize("query_len", [1, 100])
+@pytest.mark.parametrize("head_dim", [96, 128, 192])
+@pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_unusual_queries_on_quantised_caches(attention_ops, dtype, cache_dtype, head_dim, query_len):
+    """Rows of zeros, of numbers far below 1, with one large element, and with NaN, which stays in its row."""
+    batch = peaky_batch(
+        [300, 170], [query_len] * 2, dtype=dtype, cache_dtype=cache_dtype, scale_kind="head", head_dim=head_dim
+    )
+    batch.query[:, 0] = 0
+    batch.query[:, 1] *= 1e-6
+    batch.query[:, 2, head_dim // 2] *= 50
+    batch.query[:, 5, 7] = torch.nan
+    expected = batch.expected()
+    assert expected.isnan().any(-1).nonzero()[:, 1].unique().tolist() == [5]
+    assert_close(batch.to(attention_ops.device).run(attention_ops.paged_attention), expected)
