@@ -1,6 +1,6 @@
 // The prefill kernel.
 //
-// A persistent CTA on every multiprocessor.  Its first warpgroups give registers away and load (prefill_load.cuh),
+// A persistent CTA on every multiprocessor.  Producer warpgroups give registers away and load (prefill_load.cuh),
 // the others compute 64 rows of the tile each (prefill_consume.cuh).  K and V of 8-bit caches are converted on their
 // way (prefill_convert.cuh).
 #pragma once
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char dynamic_smem[];
   const PrefillSmem<Traits> smem{ptx::smem_address(dynamic_smem)};
-  int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
+  int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 - 4 * Traits::kFirstProducer;  // of producers
   if constexpr (Traits::kProducers > 1)  // that lanes agree saves registers, which are scarce there
     warpgroup = uniform(warpgroup), warp = uniform(warp);
   if (threadIdx.x == 0) {
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (!p.range.side_by_side) ptx::pdl_wait();
   if (p.range.owns_empty) write_empty_rows<typename Traits::T>(p.attention);
 
-  if (warpgroup < Traits::kProducers) {
+  if (Traits::kFirstProducer == 0 ? warpgroup < Traits::kProducers : warpgroup >= Traits::kFirstProducer) {
     give_registers<Traits::kProducerRegisters>();
     if constexpr (Traits::kTokenScales) {
       if (warp == 0)

@@ -88,9 +88,18 @@ class PieceWalk {
   __device__ __forceinline__ void go_to(int step) {
     const AttentionParams& a = p_.attention;
     block = next_block_, slot = next_slot_;
-    next_place_ -= kKeys / a.block_size, next_slot_ -= kKeys % a.block_size;
+    if constexpr (Traits::kQuantized) {  // without a division
+      const int places = __umulhi(kKeys, p_.block_inverse);
+      next_place_ -= places, next_slot_ -= kKeys - places * a.block_size;
+    } else {
+      next_place_ -= kKeys / a.block_size, next_slot_ -= kKeys % a.block_size;
+    }
     if (next_slot_ < 0) next_slot_ += a.block_size, --next_place_;
     next_block_ = block_of(step - 1);
+    if constexpr (Traits::kQuantized) {
+      rows = __popc(__ballot_sync(~0u, block >= 0)) * p_.box_rows;
+      return;
+    }
     rows = kKeys;
     const int end = seq_len_ - step * kKeys, begin = max(0, first_visible_ - step * kKeys);
     if (end < kKeys || begin > 0) rows = ((min(kKeys, end) - 1) / p_.box_rows + 1 - begin / p_.box_rows) * p_.box_rows;

@@ -21,7 +21,7 @@ class PrefillRows {
   __device__ __forceinline__ PrefillRows(const PrefillParams& p, PrefillSmem<Traits> smem)
       : p_(p), smem_(smem), tiles_{smem} {}
 
-  __device__ __forceinline__ int warpgroup() const { return threadIdx.x / 128 - Traits::kProducers; }
+  __device__ __forceinline__ int warpgroup() const { return threadIdx.x / 128 - Traits::kFirstConsumer; }
   __device__ __forceinline__ int warp() const { return threadIdx.x / 32 % 4; }  // of the warpgroup
   __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
 
@@ -67,7 +67,7 @@ class PrefillRows {
   // their order: the bits do not depend on which one it is.
   __device__ __forceinline__ bool merge_pieces(const TilePieces& pieces) {
     constexpr int kVectors = kHeadDim / 8;
-    int thread = threadIdx.x - 128 * Traits::kProducers;
+    int thread = threadIdx.x - 128 * Traits::kFirstConsumer;
     forget(thread);
     const auto partial = [&](int slot) {
       return p_.partials + (int64_t{slot} * kRowWarps + thread / 32) * (kVectors + 1) * 32 + thread % 32;
