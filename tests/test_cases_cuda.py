@@ -4,6 +4,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,51 @@ def test_batch_invariant_of_long_contexts(path):
         caches = on_gpu.key_cache, on_gpu.value_cache
         alone = Batch(on_gpu.query[rows], *caches, on_gpu.block_table[one], on_gpu.seq_lens[one], starts)
         assert_same_bits(alone.run(paged_attn.paged_attention, batch_invariant=True, backend=path), together[rows])
+
+
+LARGE_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_size": 100},
+    "softcap": {"softcap": 4.0},
+    "not_causal": {"causal": False},
+    "alibi": {"alibi_slopes": torch.linspace(-0.1, 0.02, 64)},
+    "sinks": {"sinks": torch.linspace(-3.0, 3.0, 64)},
+}
+
+
+@pytest.mark.parametrize("options", LARGE_OPTIONS.values(), ids=LARGE_OPTIONS)
+@pytest.mark.parametrize("num_kv_heads", [8, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_mma_of_many_rows(dtype, num_kv_heads, options):
+    """Enough rows to fill the GPU take larger tiles, which change neither a result nor the bits of a sequence."""
+    query_lens, lengths = [600, 230, 190], [601, 900, 190]
+    batch = peaky_batch(lengths, query_lens, dtype=dtype, num_heads=64, num_kv_heads=num_kv_heads, head_dim=128).to(
+        "cuda"
+    )
+    options = {
+        "backend": "mma",
+        **{name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()},
+    }
+    any_cut, any_cut_lse = batch.run(paged_attn.paged_attention, return_lse=True, **options)
+    together, lse = batch.run(paged_attn.paged_attention, return_lse=True, batch_invariant=True, **options)
+    assert_close(any_cut, together.cpu())
+    assert_close(any_cut_lse, lse.cpu(), tolerance=1e-3)
+    first = 0
+    for sequence, count in enumerate(query_lens):
+        one, rows = slice(sequence, sequence + 1), slice(first, first + count)
+        first += count
+        starts = torch.tensor([0, count], dtype=torch.int32, device="cuda")
+        alone = Batch(
+            batch.query[rows],
+            batch.key_cache,
+            batch.value_cache,
+            batch.block_table[one],
+            batch.seq_lens[one],
+            starts,
+        )
+        output, alone_lse = alone.run(paged_attn.paged_attention, return_lse=True, batch_invariant=True, **options)
+        assert_same_bits(output, together[rows])
+        assert_same_bits(alone_lse, lse[rows])
 
 
 # E-pad-rows

@@ -7,6 +7,7 @@
 #include "merge_row.cuh"
 #include "mma_rows.cuh"
 #include "plan.cuh"
+#include "tile_ring.cuh"
 
 namespace paged_attn::mma {
 
@@ -87,17 +88,20 @@ struct LocalPlan {
 };
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_constant__ KernelArgs args) {
+__global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
+    attention_kernel(const __grid_constant__ KernelArgs args) {
   extern __shared__ __align__(1024) unsigned char smem[];
   static_assert(sizeof(CtaState<C>) <= C::kStates - C::kShared);
   auto& state = *reinterpret_cast<CtaState<C>*>(smem + C::kShared);
   const AttentionParams& p = args.p;
   const int thread = threadIdx.x, warp = thread / 32;
-  const int ahead = C::kMaxStages == 2 ? 1 : args.stages - 1;  // tiles in flight
+  const int ahead = C::kRing ? TileRing<C>::kAhead : C::kMaxStages == 2 ? 1 : args.stages - 1;  // tiles in flight
   ptx::pdl_launch_dependents();
   // With metadata_ready a plan of its own is made, and block numbers are read, before the kernel ahead has ended.
   if (!p.metadata_ready || !C::kMergesItself || args.plan.entries != nullptr) ptx::pdl_wait();
   Loader<C> loader(args, smem);
+  TileRing<C> ring(ptx::smem_address(smem + C::kBarriers));
+  if (C::kRing && thread == 0) ring.init(ptx::smem_address(smem + C::kBarriers));
   using Rows = std::conditional_t<C::kTensorCores, MmaRows<C>, FmaRows<C>>;
 
   typename Loader<C>::Blocks blocks;  // of the next tile to load
@@ -114,12 +118,15 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
     loader.load_query(piece);
 #pragma unroll
     for (int stage = 0; stage < C::kMaxStages; ++stage) {
-      if (stage >= ahead) break;
+      if (stage >= ahead || C::kRing && begin + stage >= view.tile_end) break;
       if (view.plain(begin + stage))
         loader.load_plain_tile(view, piece, stage, begin + stage, found[stage]);
       else if (begin + stage < view.tile_end)
         loader.load_any_tile(view, piece, stage, begin + stage, found[stage]);
-      ptx::cp_async_commit();
+      if constexpr (C::kRing)
+        ring.arrive_full(stage);
+      else
+        ptx::cp_async_commit();
     }
     if (begin + ahead < view.tile_end) blocks = loader.find_blocks(view, begin + ahead);
   };
@@ -159,23 +166,36 @@ __global__ void __launch_bounds__(C::kThreads, 2) attention_kernel(const __grid_
 #pragma unroll 1
     do {
       view = state.views[which];  // here, where it arrives while the barrier is waited for
-      wait_copies(ahead - 1);
-      // The tile is there for those who read it, and the stage of the tile before is free.
-      if (Loader<C>::kWarpLoadsItsKeys && tile > view.tile_begin)
-        __syncwarp();
-      else
-        __syncthreads();
-      const int next = tile + ahead, next_stage = stage == 0 ? ahead : stage - 1;
+      const int next = tile + ahead;
+      int next_stage = stage == 0 ? ahead : stage - 1;
+      if constexpr (C::kRing) {
+        if (tile == view.tile_begin) __syncthreads();
+        ring.wait_full(stage);
+        next_stage = (stage + TileRing<C>::kAhead) % C::kMaxStages;
+        if (next < view.tile_end) ring.wait_free(next_stage);
+      } else {
+        wait_copies(ahead - 1);
+        // The tile is there for those who read it, and the stage of the tile before is free.
+        if (Loader<C>::kWarpLoadsItsKeys && tile > view.tile_begin)
+          __syncwarp();
+        else
+          __syncthreads();
+      }
       if (view.plain(next))
         loader.load_plain_tile(view, piece, next_stage, next, blocks);
       else if (next < view.tile_end)
         loader.load_any_tile(view, piece, next_stage, next, blocks);
-      ptx::cp_async_commit();
+      if constexpr (C::kRing) {
+        if (next < view.tile_end) ring.arrive_full(next_stage);
+      } else {
+        ptx::cp_async_commit();
+      }
       if (next + 1 < view.tile_end) blocks = loader.find_blocks(view, next + 1);
       if (thread == 0 && tile == view.tile_begin) state.advance(args, which ^ 1);
       if constexpr (C::kConvertsTiles) loader.convert_tile(stage);
       rows.add_tile(args, piece, rule, loader, stage, tile, view);
-      stage = stage == ahead ? 0 : stage + 1;
+      if constexpr (C::kRing) ring.arrive_free(stage);
+      stage = stage == (C::kRing ? C::kMaxStages - 1 : ahead) ? 0 : stage + 1;
     } while (++tile < view.tile_end);
     __syncthreads();
     if (state.more[which ^ 1]) start(which ^ 1);  // its loads run while this piece is finished

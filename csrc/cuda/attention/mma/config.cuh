@@ -28,8 +28,8 @@ struct KernelArgs {
   BlockStrides key_bytes, value_bytes;  // strides of the caches
 };
 
-// kDecodeRows: of a decoding warp, 16 or 32.
-template <class T_, int kHeadDim_, bool kQuantized_, bool kDecode_, int kDecodeRows = 16>
+// kDecodeRows: of a decoding warp, 16 or 32.  kWarps_: 8 in prefill of many rows, unquantised and by tensor cores.
+template <class T_, int kHeadDim_, bool kQuantized_, bool kDecode_, int kDecodeRows = 16, int kWarps_ = 4>
 struct Config {
   using T = T_;                               // of query and output
   static constexpr int kHeadDim = kHeadDim_;  // p.head_dim or more; what is above is 0 in shared memory
@@ -49,7 +49,10 @@ struct Config {
   static constexpr bool kConvertsTiles = kQuantized && kTensorCores && !kDecode;
   static constexpr bool kReadsBytes = kQuantized && kTensorCores && kDecode;
 
-  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
+  static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
+  static constexpr int kCtasPerSm = 8 / kWarps;
+  // Whether a warp waits for what it needs of a stage alone, see TileRing, and not for all others at every tile.
+  static constexpr bool kRing = kWarps == 8;
   static constexpr int kPrefillRowTiles = (kQuantized ? 2 : 1) * kHeadDim <= 128 ? 2 : 1;
   static constexpr int kRowTiles = kDecode ? kDecodeRows / 16 : kPrefillRowTiles;  // of 16 rows, a warp
   static constexpr int kWarpRows = kTensorCores ? 16 * kRowTiles : kHeadDim <= 128 ? 4 : 2;
@@ -64,7 +67,7 @@ struct Config {
   // What arrives in a stage: K, then V; quantised ones as they are.  kReadsBytes: see byte_swizzle.
   static constexpr int kCacheElementBytes = kQuantized ? 1 : sizeof(T);
   static constexpr int kCacheRowBytes = kHeadDim * kCacheElementBytes;
-  static constexpr int kMaxStages = kTensorCores && !kDecode ? 2 : 4;
+  static constexpr int kMaxStages = kTensorCores && !kDecode && !kRing ? 2 : 4;
   static constexpr int kStageBytes = 2 * kKeys * kCacheRowBytes;
 
   static constexpr int kCtaStateBytes = 640, kLocalPlanBytes = 4160;  // at least sizeof(CtaState), sizeof(LocalPlan)
@@ -74,7 +77,8 @@ struct Config {
   static constexpr int kQueryScales = kConverted + (kQuantized && kTensorCores ? 2 * kTileBytes : 0);  // float [kRows]
   static constexpr int kShared = kQueryScales + (kScaledQuery ? kRows * 4 : 0);                        // CtaState
   static constexpr int kStates = kShared + kCtaStateBytes;  // float2 [kWarps][kWarpRows]
-  static constexpr int kPlan = kStates + (kDecode || !kTensorCores ? kWarps * kWarpRows * 8 : 0);  // LocalPlan
+  static constexpr int kBarriers = kStates + (kDecode || !kTensorCores ? kWarps * kWarpRows * 8 : 0);  // TileRing
+  static constexpr int kPlan = kBarriers + (kRing ? 2 * kMaxStages * 8 : 0);                           // LocalPlan
   static constexpr int kStages = (kPlan + (kLocalPlan ? kLocalPlanBytes : 0) + 511) / 512 * 512;
   static constexpr int kScaleBytes = kQuantized ? 2 * kKeys * 4 : 0;
   static constexpr int smem_bytes(int stages) { return kStages + stages * (kStageBytes + kScaleBytes); }

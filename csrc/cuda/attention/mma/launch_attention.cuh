@@ -9,7 +9,6 @@
 
 namespace paged_attn::mma {
 
-constexpr int kCtasPerSm = 2;
 constexpr int kUnitTokens = 2048;  // batch_invariant: keys of the first units, for tiles of few rows
 
 // Bytes in a row of pieces that one allocation holds.
@@ -77,7 +76,7 @@ void launch_attention(KernelArgs args, bool splits_rows, Workspace& workspace, c
                       const DeviceInfo& device) {
   const AttentionParams& p = args.p;
   const TileShape tile = {C::kRows, C::kKeys};
-  int ctas = kCtasPerSm;
+  int ctas = C::kCtasPerSm;
   while (ctas > 1 && stages_that_fit<C>(device, ctas) == 0) --ctas;
   args.stages = stages_that_fit<C>(device, ctas);
   args.min_share = C::kDecode ? 2 : 4;

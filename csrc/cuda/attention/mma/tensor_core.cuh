@@ -19,6 +19,17 @@ void launch_tensor_core(const AttentionParams& p, QueryRange range, bool decode,
       if (decode && range.max_len * args.heads.group.value > Decode::kRows)
         return launch_attention<WideDecode>(args, decode, workspace, stream, device);
     }
+    if constexpr (kHeadDim == 128 && !decltype(quantized)::value) {
+      // Where rows fill the multiprocessors and most of their tiles, and those of a tile see the same tiles of keys.
+      using WidePrefill = Config<T, kHeadDim, false, false, 16, 8>;
+      constexpr int64_t kRows = WidePrefill::kRows;
+      const int group = args.heads.group.value;
+      const bool wide = !decode && 2 * int64_t{p.num_tokens} * p.num_heads >= 3 * kRows * device.sm_count &&
+                        int64_t{p.num_tokens} * group >= 2 * kRows * p.num_seqs &&
+                        kRows <= WidePrefill::kKeys * group && args.query_bytes == 16 && args.cache_bytes == 16;
+      if (wide && stages_that_fit<WidePrefill>(device, 1) == WidePrefill::kMaxStages)
+        return launch_attention<WidePrefill>(args, decode, workspace, stream, device);
+    }
     if (decode ? stages_that_fit<Decode>(device, 1) > 0 : stages_that_fit<Prefill>(device, 1) == 0)
       launch_attention<Decode>(args, decode, workspace, stream, device);
     else
