@@ -60,17 +60,6 @@ def attend_shared_stages() -> None:
     check_attention(ops, seq_lens, None, head_dim=160, cache_dtype=torch.float8_e4m3fn, scale_kind="head", **shape)
 
 
-def attend_many_rows() -> None:
-    """Prefill of enough rows for the mma path's larger tiles."""
-    import paged_attn
-
-    from .conftest import Ops
-    from .test_attention import check_attention
-
-    shape = {"dtype": torch.bfloat16, "head_dim": 128, "num_heads": 512, "num_kv_heads": 8, "layout": "HND"}
-    check_attention(Ops(paged_attn, "cuda", "mma"), [300], [100], **shape)
-
-
 def move() -> None:
     """The operations on the cache."""
     import paged_attn
@@ -115,7 +104,6 @@ PARTS |= {
     f"{backend} {dtype} {kind}": partial(attend_quantised, backend, dtype, kind) for backend, (dtype, kind) in QUANTISED
 }
 PARTS["sm90 shared stages"] = attend_shared_stages
-PARTS["mma many rows"] = attend_many_rows
 PARTS["cache"] = move
 
 

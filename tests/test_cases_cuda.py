@@ -137,21 +137,21 @@ def test_batch_invariant_of_long_contexts(path):
 
 LARGE_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "window": {"window_size": 100},
+    "window": {"window_size": 4096},
     "softcap": {"softcap": 4.0},
     "not_causal": {"causal": False},
-    "alibi": {"alibi_slopes": torch.linspace(-0.1, 0.02, 64)},
-    "sinks": {"sinks": torch.linspace(-3.0, 3.0, 64)},
+    "alibi": {"alibi_slopes": torch.linspace(-0.1, 0.02, 16)},
+    "sinks": {"sinks": torch.linspace(-3.0, 3.0, 16)},
 }
 
 
 @pytest.mark.parametrize("options", LARGE_OPTIONS.values(), ids=LARGE_OPTIONS)
-@pytest.mark.parametrize("num_kv_heads", [8, 16])
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_mma_of_many_rows(dtype, num_kv_heads, options):
     """Enough rows to fill the GPU take larger tiles, which change neither a result nor the bits of a sequence."""
-    query_lens, lengths = [600, 230, 190], [601, 900, 190]
-    batch = peaky_batch(lengths, query_lens, dtype=dtype, num_heads=64, num_kv_heads=num_kv_heads, head_dim=128).to(
+    query_lens, lengths = [2100, 100, 4100], [2101, 700, 6000]
+    batch = peaky_batch(lengths, query_lens, dtype=dtype, num_heads=16, num_kv_heads=num_kv_heads, head_dim=128).to(
         "cuda"
     )
     options = {

@@ -1,6 +1,8 @@
 // Launches the kernel of one 16-bit type and head dimension; one .cu an instance.
 #pragma once
 
+#include <climits>
+
 #include "launch_attention.cuh"
 
 namespace paged_attn::mma {
@@ -20,13 +22,16 @@ void launch_tensor_core(const AttentionParams& p, QueryRange range, bool decode,
         return launch_attention<WideDecode>(args, decode, workspace, stream, device);
     }
     if constexpr (kHeadDim == 128 && !decltype(quantized)::value) {
-      // Where rows fill the multiprocessors and most of their tiles, and those of a tile see the same tiles of keys.
+      // Where rows fill the multiprocessors, those of a tile see the same tiles of keys, and there may be many of
+      // these: nothing runs beside the start and the end of a piece.
       using WidePrefill = Config<T, kHeadDim, false, false, 16, 8>;
       constexpr int64_t kRows = WidePrefill::kRows;
-      const int group = args.heads.group.value;
+      const int64_t keys =
+          std::min(int64_t{p.max_blocks} * p.block_size, int64_t{p.window_size > 0 ? p.window_size : INT_MAX});
       const bool wide = !decode && 2 * int64_t{p.num_tokens} * p.num_heads >= 3 * kRows * device.sm_count &&
-                        int64_t{p.num_tokens} * group >= 2 * kRows * p.num_seqs &&
-                        kRows <= WidePrefill::kKeys * group && args.query_bytes == 16 && args.cache_bytes == 16;
+                        p.num_tokens >= int64_t{2048} * p.num_seqs && keys >= 4096 &&
+                        kRows <= WidePrefill::kKeys * args.heads.group.value && args.query_bytes == 16 &&
+                        args.cache_bytes == 16;
       if (wide && stages_that_fit<WidePrefill>(device, 1) == WidePrefill::kMaxStages)
         return launch_attention<WidePrefill>(args, decode, workspace, stream, device);
     }
