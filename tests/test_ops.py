@@ -226,14 +226,15 @@ def test_compile_with_another_batch_size(ops):
         assert_same_bits(batch.run(compiled), batch.run(ops.paged_attention))
 
 
+@pytest.mark.slow
 def test_no_hidden_clone_of_the_cache(cuda):
-    """Peak memory of write and attend, compiled, stays far below one cache."""
+    """Peak memory of write and attend, compiled, stays far below one cache. (aot_eager clones whatever is mutated.)"""
     caches = make_cache(4096, 16, 8, 128, dtype=torch.bfloat16, device=cuda)
     rows = torch.ones(4, 8, 128, dtype=torch.bfloat16, device=cuda)
     query = torch.ones(4, 32, 128, dtype=torch.bfloat16, device=cuda)
     table = torch.arange(4, dtype=torch.int32, device=cuda).view(4, 1)
     lengths, slots = torch.ones(4, dtype=torch.int32, device=cuda), 16 * torch.arange(4, device=cuda)
-    compiled = torch.compile(partial(step_twice, paged_attn), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(partial(step_twice, paged_attn), fullgraph=True)
     compiled(query, rows, rows, *caches, table, lengths, slots)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
