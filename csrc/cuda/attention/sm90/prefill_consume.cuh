@@ -133,13 +133,10 @@ class PrefillConsumer : PrefillSoftmax<Traits> {
         next_step<true>(step--);
       } else {
         do {  // a loop of their own for the full steps, and a short one, where registers suffice
-          if constexpr (Traits::kSteadyReference) {
-            if (!p_.attention.lse) {
-              steady_step(step--);
-              continue;
-            }
-          }
-          next_step<false>(step--);
+          if constexpr (Traits::kSteadyReference)
+            steady_step(step--);
+          else
+            next_step<false>(step--);
         } while (Traits::kShortLoop && is_full(step));
       }
     }
@@ -147,10 +144,8 @@ class PrefillConsumer : PrefillSoftmax<Traits> {
     wgmma_wait<0>();
     pin(o_);
     release_value();
-    if constexpr (Traits::kSteadyReference) {
-      if (!p_.attention.lse)  // which wants the sum of the probabilities before they are rounded
-        for (int r = 0; r < 2; ++r) sum_[r] = o_[kHeadDim / 2 + 2 * r] * 0.25f;  // four lanes have it each
-    }
+    if constexpr (Traits::kSteadyReference)
+      for (int r = 0; r < 2; ++r) sum_[r] = o_[kHeadDim / 2 + 2 * r] * 0.25f;  // four lanes have it each
   }
 
   // Every row of the tile sees every key of the step.

@@ -125,9 +125,10 @@ class PrefillSoftmax : protected PrefillRows<Traits> {
       for (int r = first; r < first + kRowsAtOnce; ++r) {
         float &x = s_[4 * b + 2 * r], &y = s_[4 * b + 2 * r + 1];
         x = ptx::exp2(x * scale - offset_[r]), y = ptx::exp2(y * scale - offset_[r]);
-        sums[r][b % 2] += x + y;
+        if constexpr (!Traits::kSteadyReference) sums[r][b % 2] += x + y;
         if constexpr (Traits::kEarlyOutput) pack(b, r);
       }
+    if constexpr (Traits::kSteadyReference) return;
 #pragma unroll
     for (int r = first; r < first + kRowsAtOnce; ++r) sum_[r] = sum_[r] * rescale_[r] + (sums[r][0] + sums[r][1]);
   }
