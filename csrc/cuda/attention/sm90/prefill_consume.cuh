@@ -8,7 +8,7 @@
 #pragma once
 
 #include "../widen.cuh"
-#include "prefill_softmax.cuh"
+#include "prefill_rows.cuh"
 #include "prefill_wgmma.cuh"
 
 namespace paged_attn::sm90 {
@@ -24,11 +24,11 @@ struct QueryConversion {
 };
 
 template <class Traits>
-class PrefillConsumer : PrefillSoftmax<Traits> {
-  using Softmax = PrefillSoftmax<Traits>;
+class PrefillConsumer : PrefillRows<Traits> {
+  using Rows = PrefillRows<Traits>;
 
  public:
-  __device__ __forceinline__ PrefillConsumer(const PrefillParams& p, PrefillSmem<Traits> smem) : Softmax(p, smem) {}
+  __device__ __forceinline__ PrefillConsumer(const PrefillParams& p, PrefillSmem<Traits> smem) : Rows(p, smem) {}
 
   __device__ __forceinline__ void run() {
     if (warpgroup() == kConsumers - 1) pass_turn();  // the first warpgroup begins
@@ -43,17 +43,13 @@ class PrefillConsumer : PrefillSoftmax<Traits> {
   }
 
  private:
-  using Softmax::finish_scores, Softmax::find_maxima, Softmax::probability, Softmax::exponentiate, Softmax::change_unit,
-      Softmax::load_value_scales, Softmax::pack;
-  using Softmax::kHeadDim, Softmax::kKeys, Softmax::kRowsAtOnce, Softmax::kTurnBarrier;
-  using Softmax::p_, Softmax::smem_, Softmax::tiles_, Softmax::o_, Softmax::max_, Softmax::sum_, Softmax::scale_,
-      Softmax::value_unit_;
-  using Softmax::query, Softmax::release_query, Softmax::finish_rows, Softmax::key, Softmax::value;
-  using Softmax::steps_, Softmax::s_, Softmax::p_frag_, Softmax::output_rescale_;
-  using Softmax::warpgroup, Softmax::warp, Softmax::lane, Softmax::warpgroup_sync;
-  using typename Softmax::T;
-  static constexpr int kConsumers = Traits::kConsumers;
-  static constexpr uint32_t kMostProbable = std::is_same_v<T, __half> ? 0x7800 : 0x4700;  // 2^15, as an operand of P V
+  using Rows::kHeadDim, Rows::kTurnBarrier;
+  using Rows::p_, Rows::smem_, Rows::tiles_, Rows::o_, Rows::max_, Rows::sum_, Rows::scale_, Rows::value_unit_;
+  using Rows::query, Rows::release_query, Rows::token_scales, Rows::score_scale, Rows::finish_rows;
+  using Rows::warpgroup, Rows::warp, Rows::lane, Rows::warpgroup_sync, Rows::thread_row;
+  using typename Rows::T;
+  static constexpr int kKeys = Traits::kKeys, kConsumers = Traits::kConsumers;
+  static constexpr int kRowsAtOnce = Traits::kRowsAtOnce;
   // With Q in registers the compiler knows by itself what is uniform; other 8-bit instances lack a register for it.
   static constexpr bool kMakesUniform = !Traits::kQueryInRegisters && (Traits::kTokenScales || !Traits::kQuantized);
 
@@ -61,10 +57,10 @@ class PrefillConsumer : PrefillSoftmax<Traits> {
   __device__ __forceinline__ void pass_turn() {
     ptx::named_barrier_arrive(kTurnBarrier + (warpgroup() + 1) % kConsumers, 256);
   }
-  // Not before x, which is no NaN of these bits, is known.
-  __device__ __forceinline__ void pass_turn(float x) {
-    ptx::named_barrier_arrive(kTurnBarrier + (warpgroup() + 1) % kConsumers + (__float_as_uint(x) == ~0u), 256);
-  }
+
+  // The values in use are those of the step before.
+  __device__ __forceinline__ RingPosition<Traits::kStages> key() const { return {steps_}; }
+  __device__ __forceinline__ RingPosition<Traits::kStages> value() const { return {steps_ - 1}; }
 
   __device__ __forceinline__ void start_rows() {
     if constexpr (Traits::kQuantized && !Traits::kTokenScales) scale_ = p_.scale_log2 * fabsf(tiles_.key_scale());
@@ -133,10 +129,7 @@ class PrefillConsumer : PrefillSoftmax<Traits> {
         next_step<true>(step--);
       } else {
         do {  // a loop of their own for the full steps, and a short one, where registers suffice
-          if constexpr (Traits::kSteadyReference)
-            steady_step(step--);
-          else
-            next_step<false>(step--);
+          next_step<false>(step--);
         } while (Traits::kShortLoop && is_full(step));
       }
     }
@@ -144,8 +137,6 @@ class PrefillConsumer : PrefillSoftmax<Traits> {
     wgmma_wait<0>();
     pin(o_);
     release_value();
-    if constexpr (Traits::kSteadyReference)
-      for (int r = 0; r < 2; ++r) sum_[r] = o_[kHeadDim / 2 + 2 * r] * 0.25f;  // four lanes have it each
   }
 
   // Every row of the tile sees every key of the step.
@@ -186,62 +177,6 @@ class PrefillConsumer : PrefillSoftmax<Traits> {
     ++steps_;
   }
 
-  // A full step whose exponents are taken against the reference as it is: no maxima, and O is not rescaled.  Where a
-  // probability exceeds kMostProbable, the warp starts the step over.
-  __device__ __forceinline__ void steady_step(int step) {
-    constexpr int kEarly = 8;  // groups of 8 keys whose exponentials come while P V reads the registers of P
-    issue_scores();
-    issue_output(step + 1);
-    wgmma_wait<1>();
-    pin(s_);
-    float x[kKeys / 2];
-#pragma unroll
-    for (int i = 0; i < 4 * kEarly; ++i) x[i] = probability(i);
-    pass_turn(x[4 * kEarly - 4] + x[4 * kEarly - 1]);
-    hold<false>(x[4 * kEarly - 4] + x[4 * kEarly - 3] + x[4 * kEarly - 2] + x[4 * kEarly - 1]);
-    wait_for_output();
-    uint32_t largest[2] = {0, 0};  // of pairs of positive numbers, which compare as their bits do
-#pragma unroll
-    for (int b = 0; b < kKeys / 8; ++b) {
-#pragma unroll
-      for (int i = 4 * b; i < 4 * b + 4; i += 2) {
-        if (b >= kEarly) x[i] = probability(i), x[i + 1] = probability(i + 1);
-        p_frag_[i / 2] = ptx::pack<T>(x[i], x[i + 1]);
-      }
-      largest[b % 2] = __vimax3_u16x2(largest[b % 2], p_frag_[2 * b], p_frag_[2 * b + 1]);
-    }
-    const uint32_t pair = __vmaxu2(largest[0], largest[1]);
-    const bool outgrown = max(pair & 0xffff, pair >> 16) > kMostProbable || fminf(max_[0], max_[1]) == -INFINITY;
-    if (__any_sync(~0u, outgrown)) {
-      compute_scores();
-      find_maxima<false>(0);
-      rescale_output(0, 2);
-      exponentiate(0);
-    }
-    release_key();
-    ++steps_;
-  }
-  // S of this warp, without the others of its warpgroup.
-  __device__ __forceinline__ void compute_scores() {
-    const uint32_t keys = smem_.key(key().slot()) + lane() / 16 * Traits::kRowGroupBytes + lane() % 8 * 128;
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 16; ++i) {
-      const uint32_t (&query)[4] = *reinterpret_cast<uint32_t (*)[4]>(q_ + 4 * i);
-      const int chunk = 2 * i + lane() / 8 % 2;
-#pragma unroll
-      for (int b = 0; b < kKeys / 8; b += 2) {
-        float (&s)[2][4] = *reinterpret_cast<float (*)[2][4]>(s_ + 4 * b);
-        pin(s[0]), pin(s[1]);  // one after the other, for want of registers
-        uint32_t k[4];
-        ptx::ldmatrix_x4(k, keys + b * Traits::kRowGroupBytes + ((chunk ^ lane()) % 8) * 16);
-        if (i == 0)
-          for (int j = 0; j < 8; ++j) s[j / 4][j % 4] = 0.f;
-        ptx::mma_m16n8k16<T>(s[0], query, k[0], k[1]);
-        ptx::mma_m16n8k16<T>(s[1], query, k[2], k[3]);
-      }
-    }
-  }
-
   __device__ __forceinline__ void wait_for_output() {
     wgmma_wait<0>();
     pin(o_);
@@ -253,7 +188,7 @@ class PrefillConsumer : PrefillSoftmax<Traits> {
   // Of rows begin .. end - 1 of the thread.
   __device__ __forceinline__ void rescale_output(int begin, int end) {
 #pragma unroll
-    for (int i = 0; i < Traits::kOutputColumns / 2; ++i)
+    for (int i = 0; i < kHeadDim / 2; ++i)
       if (i / 2 % 2 >= begin && i / 2 % 2 < end) o_[i] *= output_rescale_[i / 2 % 2];
   }
 
@@ -281,25 +216,20 @@ class PrefillConsumer : PrefillSoftmax<Traits> {
     ptx::mbarrier_wait(smem_.value_full(value().slot()), value().parity());
     if constexpr (!Traits::kQuantized)  // else they were cleared when they were converted
       if (!is_full(step)) clear_values(step);
-    // The ones are the same for all keys, so that V comes nearer to them from product to product.
-    constexpr int kRowsStep = 2 * Traits::kRowGroupBytes / 16;
-    constexpr int64_t kNextRows = Traits::kSteadyReference ? kRowsStep - kRowsStep * 65536 : kRowsStep;
-    const uint32_t address = smem_.value(value().slot());
-    const uint64_t values = matrix_descriptor(
-        address, Traits::kSteadyReference ? smem_.ones() - address : Traits::kPartBytes, Traits::kRowGroupBytes);
+    const uint64_t values = matrix_descriptor(smem_.value(value().slot()), Traits::kPartBytes, Traits::kRowGroupBytes);
     pin(o_);
     pin(p_frag_);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
-      const uint64_t rows = values + i * kNextRows;
+      const uint64_t rows = values + i * 2 * Traits::kRowGroupBytes / 16;
       if constexpr (Traits::kProducers == 2 &&
                     kHeadDim == 256) {  // whole, it takes more registers than threads begin with
         auto& halves = *reinterpret_cast<float (*)[2][64]>(o_);
         Wgmma<128>::template rs<T, 1>(halves[0], p_frag_ + 4 * i, rows, 1);
         Wgmma<128>::template rs<T, 1>(halves[1], p_frag_ + 4 * i, rows + 2 * Traits::kPartBytes / 16, 1);
       } else {
-        Wgmma<Traits::kOutputColumns>::template rs<T, 1>(o_, p_frag_ + 4 * i, rows, 1);
+        Wgmma<kHeadDim>::template rs<T, 1>(o_, p_frag_ + 4 * i, rows, 1);
       }
     }
     wgmma_commit();
@@ -330,7 +260,167 @@ class PrefillConsumer : PrefillSoftmax<Traits> {
     if (lane() == 0) ptx::mbarrier_arrive(smem_.value_empty(value().slot()));
   }
 
+  // Raw products to scores; in units of log2 once multiplied by score_scale.
+  template <bool kMasked>
+  __device__ __forceinline__ void modify_scores(int step) {
+    const float key_scale = Traits::kQuantized ? fabsf(tiles_.key_scale()) : 1.f;
+    if (p_.cap_log2 > 0.f) {
+      const float rate = p_.cap_rate * key_scale;
+      float squares[4] = {0.f, 0.f, 0.f, 0.f};
+      if constexpr (!kMasked) {  // columns that are no key's may hold anything, and would choose the way of the others
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) squares[i % 4] += s_[i] * s_[i];
+      }
+      const float all = (squares[0] + squares[1] + squares[2] + squares[3]) * (rate * rate);
+      if (!kMasked && __all_sync(~0u, all <= kSmallTanh * kSmallTanh)) {
+#pragma unroll
+        for (float& x : s_) x = tanh_small(x * rate);
+      } else {
+#pragma unroll
+        for (float& x : s_) x = tanh_exp2(x * rate);
+      }
+    } else if (!p_.attention.alibi_slopes) {
+      const float rate = p_.scale_log2 * key_scale;
+#pragma unroll
+      for (float& x : s_) x *= rate;
+    }
+    if (const float* slopes = p_.attention.alibi_slopes) {
+      const TileRows tile = tiles_.rows();
+      const float scale = p_.cap_log2 > 0.f ? p_.cap_log2 : p_.scale_log2 * key_scale;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const TokenHead at = row_of(p_, tile, thread_row(r));
+        const float slope = __ldg(slopes + tile.kv_head * p_.group + at.head) * kLog2e;
+        const int position = tile.first_position() + at.token;
+        const float bias = slope * static_cast<float>(step * kKeys + lane() % 4 * 2 - position);
+#pragma unroll
+        for (int b = 0; b < kKeys / 8; ++b)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s_[4 * b + 2 * r + e];
+            x = x * scale + (bias + slope * static_cast<float>(8 * b + e));
+          }
+      }
+    }
+  }
+
+  // S is masked, and in units of log2 once multiplied by score_scale.
+  template <bool kMasked>
+  __device__ __forceinline__ void finish_scores(int step) {
+    if (token_scales()) {
+      ptx::mbarrier_wait(smem_.scales_full(key().slot()), key().parity());
+      scale_scores();
+    }
+    if constexpr (Traits::kScoreMods) modify_scores<kMasked>(step);
+    if constexpr (kMasked) {
+      const TileRows tile = tiles_.rows();
+      const int column = step * kKeys + lane() % 4 * 2;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int token = row_of(p_, tile, thread_row(r)).token;
+        const KeyRange keys = key_range(p_.attention, tile, token, token);
+        const int begin = keys.any_begin - column, end = keys.any_end - column;
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i) {
+          const int key = i / 2 * 8 + i % 2;
+          if (key < begin || key >= end) s_[i / 2 * 4 + 2 * r + i % 2] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // Of rows `first` .. `first` + kRowsAtOnce - 1 of the thread: the running maximum; what the sum and O lack.
+  template <bool kMasked>
+  __device__ __forceinline__ void find_maxima(int first) {
+    const float scale = score_scale();
+    float m[2][2];  // two chains a row, for their latency; so the sums below
+#pragma unroll
+    for (int r = first; r < first + kRowsAtOnce; ++r) m[r][0] = m[r][1] = max_[r];
+#pragma unroll
+    for (int b = 0; b < kKeys / 8; ++b)
+#pragma unroll
+      for (int r = first; r < first + kRowsAtOnce; ++r)
+        m[r][b % 2] = fmaxf(m[r][b % 2], fmaxf(s_[4 * b + 2 * r], s_[4 * b + 2 * r + 1]));
+#pragma unroll
+    for (int r = first; r < first + kRowsAtOnce; ++r) {
+      float x = fmaxf(m[r][0], m[r][1]);
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+      offset_[r] = kMasked ? exp2_reference(x * scale) : x * scale;
+      output_rescale_[r] = rescale_[r] = ptx::exp2(max_[r] * scale - offset_[r]);
+      max_[r] = x;
+    }
+  }
+
+  // The same rows of S become P, unnormalised; the running sum.
+  __device__ __forceinline__ void exponentiate(int first) {
+    const float scale = score_scale();
+    float sums[2][2] = {};
+#pragma unroll
+    for (int b = 0; b < kKeys / 8; ++b)
+#pragma unroll
+      for (int r = first; r < first + kRowsAtOnce; ++r) {
+        float &x = s_[4 * b + 2 * r], &y = s_[4 * b + 2 * r + 1];
+        x = ptx::exp2(x * scale - offset_[r]), y = ptx::exp2(y * scale - offset_[r]);
+        sums[r][b % 2] += x + y;
+        if constexpr (Traits::kEarlyOutput) pack(b, r);
+      }
+#pragma unroll
+    for (int r = first; r < first + kRowsAtOnce; ++r) sum_[r] = sum_[r] * rescale_[r] + (sums[r][0] + sums[r][1]);
+  }
+
+  // Multiplies the columns of S with the key scales of the step.
+  __device__ __forceinline__ void scale_scores() {
+    const uint32_t scales = smem_.scales(key().slot()) + lane() % 4 * 16;
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) {
+      const uint4 x = ptx::load_shared_v4(scales + i * 64);
+      const uint32_t factors[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int j = 0; j < 8; ++j) s_[8 * i + j] *= __uint_as_float(factors[j / 4 * 2 + j % 2]);
+    }
+  }
+  // The unit of the value scales grows, and with it that of O.
+  __device__ __forceinline__ void change_unit() {
+    if (!token_scales()) return;
+    const uint2 x = ptx::load_shared_v2(smem_.scales(key().slot()) + Traits::kUnitOffset);
+    value_unit_ = __uint_as_float(x.x);
+    output_rescale_[0] *= __uint_as_float(x.y), output_rescale_[1] *= __uint_as_float(x.y);
+  }
+  // The value scales of the step, of two columns in every 8.
+  __device__ __forceinline__ void load_value_scales() {
+    if constexpr (!Traits::kTokenScales) return;
+#pragma unroll
+    for (uint32_t& x : value_scales_) x = 0x3c003c00u;  // 1
+    if (!token_scales()) return;
+    const uint32_t scales = smem_.scales(key().slot()) + Traits::kValueScaleOffset + lane() % 4 * 16;
+#pragma unroll
+    for (int i = 0; i < kKeys / 8; i += 4) {
+      const uint4 x = ptx::load_shared_v4(scales + i * 16);
+      value_scales_[i] = x.x, value_scales_[i + 1] = x.y, value_scales_[i + 2] = x.z, value_scales_[i + 3] = x.w;
+    }
+    __syncwarp();
+    if (lane() == 0) ptx::mbarrier_arrive(smem_.scales_empty(key().slot()));
+  }
+  // Columns 8 b and on of row r of the thread.
+  __device__ __forceinline__ void pack(int b, int r) {
+    uint32_t& p = p_frag_[2 * b + r];
+    p = ptx::pack<T>(s_[4 * b + 2 * r], s_[4 * b + 2 * r + 1]);
+    if constexpr (Traits::kTokenScales) asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(p) : "r"(value_scales_[b]));
+  }
+  __device__ __forceinline__ void pack() {
+    load_value_scales();
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) pack(i / 2, i % 2);
+  }
+
+  uint32_t steps_ = 0;  // done with Q K, over all tiles
+
+  float s_[kKeys / 2];                                           // scores, then probabilities
+  uint32_t value_scales_[Traits::kTokenScales ? kKeys / 8 : 1];  // fp16
+  uint32_t p_frag_[kKeys / 4];                                   // packed probabilities, as the A operand of P V
   uint32_t q_[Traits::kQueryInRegisters ? kHeadDim / 4 : 1];
+  float offset_[2], rescale_[2], output_rescale_[2];
   int full_begin_, full_end_;  // steps of this piece that need no mask
 };
 

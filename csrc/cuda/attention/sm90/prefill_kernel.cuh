@@ -60,12 +60,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::tensor_map_prefetch(&key_map);
     ptx::tensor_map_prefetch(&value_map);
   }
-  if constexpr (Traits::kOnesBytes > 0) {
-    const uint32_t ones = ptx::pack<typename Traits::T>(1.f, 1.f);
-    if (threadIdx.x < Traits::kOnesBytes / 16)
-      ptx::store_shared_v4(smem.ones() + threadIdx.x * 16, ones, ones, ones, ones);
-    ptx::fence_proxy_async();
-  }
   ptx::pdl_launch_dependents();
   __syncthreads();
   if (!p.range.side_by_side) ptx::pdl_wait();

@@ -21,12 +21,9 @@ struct PrefillTraits {
                                : kHeadDim > 96 || (kQuantized && (kHeadDim > 64 || kScoreMods || kTokenScales)) ? 128
                                : kHeadDim > 64                                                                  ? 160
                                                                                                                 : 192;
-  // Full steps keep the reference that they find, and sums are products with columns of ones beside V.
-  static constexpr bool kSteadyReference = kHeadDim == 64 && !kQuantized && !kScoreMods;
-  static constexpr int kOutputColumns = kHeadDim + (kSteadyReference ? 8 : 0);  // of P V
-  static constexpr int kStages = kSteadyReference ? 4 : 2;                      // K is then held for a whole step
-  static constexpr int kConsumers = 2;                                          // warpgroups that compute
-  static constexpr int kRows = kWarpgroupRows * kConsumers;                     // of a tile
+  static constexpr int kStages = 2;
+  static constexpr int kConsumers = 2;                       // warpgroups that compute
+  static constexpr int kRows = kWarpgroupRows * kConsumers;  // of a tile
   static_assert(4 * kConsumers == kRowWarps);
   static constexpr bool kQueryInRegisters =  // they must fit
       kHeadDim <= (kTokenScales ? 96
@@ -82,9 +79,7 @@ struct PrefillTraits {
 
   static constexpr int kKeyOffset = kQueryBuffers * kConsumers * kQueryBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * kStageBytes;
-  static constexpr int kOnesOffset = kValueOffset + kStages * kStageBytes;
-  static constexpr int kOnesBytes = kSteadyReference ? 16 * 128 : 0;  // those of 16 keys, swizzled as V is
-  static constexpr int kStagingOffset = kOnesOffset + kOnesBytes;
+  static constexpr int kStagingOffset = kValueOffset + kStages * kStageBytes;
   static constexpr int kTileOffset = kStagingOffset + kStagingSlots * kStagedBytes;
   static constexpr int kTileSlots = 2;
   static constexpr int kTileBytes = 64;  // of a slot: a Tile
@@ -117,7 +112,6 @@ struct PrefillSmem {
   }
   __device__ uint32_t key(int stage) const { return base + Traits::kKeyOffset + stage * Traits::kStageBytes; }
   __device__ uint32_t value(int stage) const { return base + Traits::kValueOffset + stage * Traits::kStageBytes; }
-  __device__ uint32_t ones() const { return base + Traits::kOnesOffset; }
   __device__ uint32_t staging(int slot) const { return base + Traits::kStagingOffset + slot * Traits::kStagedBytes; }
   __device__ uint32_t tile(int slot) const { return base + Traits::kTileOffset + slot * Traits::kTileBytes; }
   __device__ uint32_t scales(int stage) const { return base + Traits::kScaleOffset + stage * Traits::kScaleBytes; }

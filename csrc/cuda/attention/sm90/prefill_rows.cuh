@@ -206,7 +206,7 @@ class PrefillRows {
   const PrefillParams& p_;
   const PrefillSmem<Traits> smem_;
   TileRing<Traits> tiles_;
-  float o_[Traits::kOutputColumns / 2];
+  float o_[kHeadDim / 2];
   float max_[2], sum_[2];
   float scale_;       // of scores from 8-bit caches, that of the keys included
   float value_unit_;  // of O, with value scales per token

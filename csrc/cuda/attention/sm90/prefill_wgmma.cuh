@@ -75,7 +75,6 @@ struct Wgmma;
 #define NAMES32                                                                                               \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
   "%23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES36 NAMES32 ", %32, %33, %34, %35"
 #define NAMES40 NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define NAMES48 NAMES40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define NAMES56 NAMES48 ", %48, %49, %50, %51, %52, %53, %54, %55"
@@ -124,7 +123,6 @@ struct Wgmma;
   }
 
 #define ACC_N64 ACC32(0)
-#define ACC_N72 ACC32(0), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
 #define ACC_N80 ACC32(0), ACC8(32)
 #define ACC_N96 ACC32(0), ACC8(32), ACC8(40)
 #define ACC_N112 ACC32(0), ACC8(32), ACC8(40), ACC8(48)
@@ -133,7 +131,6 @@ struct Wgmma;
 #define ACC_N192 ACC32(0), ACC32(32), ACC32(64)
 #define ACC_N256 ACC32(0), ACC32(32), ACC32(64), ACC32(96)
 DEFINE_WGMMA(64, NAMES32, 32, 33, 34, 35, 36, 37, 38);
-DEFINE_WGMMA(72, NAMES36, 36, 37, 38, 39, 40, 41, 42);
 DEFINE_WGMMA(80, NAMES40, 40, 41, 42, 43, 44, 45, 46);
 DEFINE_WGMMA(96, NAMES48, 48, 49, 50, 51, 52, 53, 54);
 DEFINE_WGMMA(112, NAMES56, 56, 57, 58, 59, 60, 61, 62);
@@ -148,7 +145,6 @@ DEFINE_WGMMA(256, NAMES128, 128, 129, 130, 131, 132, 133, 134);
 #undef ACC8
 #undef ACC32
 #undef ACC_N64
-#undef ACC_N72
 #undef ACC_N80
 #undef ACC_N96
 #undef ACC_N112
@@ -157,7 +153,6 @@ DEFINE_WGMMA(256, NAMES128, 128, 129, 130, 131, 132, 133, 134);
 #undef ACC_N192
 #undef ACC_N256
 #undef NAMES32
-#undef NAMES36
 #undef NAMES40
 #undef NAMES48
 #undef NAMES56
