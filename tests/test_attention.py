@@ -217,14 +217,16 @@ def test_heads_that_share_stages(attention_ops, cache_dtype, head_dim, block_siz
 
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("num_kv_heads", [1, 3, 8, 24])
-def test_many_sequences(attention_ops, num_kv_heads, query_len):
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=str)
+def test_many_sequences(attention_ops, cache_dtype, num_kv_heads, query_len):
     """Sequences enough for decode on Hopper to deal the heads to several columns of CTAs."""
-    seq_lens = [3, 1000, 17, 64, 129, 2000, 5, 31, 400, 0 if query_len == 1 else 3]
+    seq_lens = (1 if cache_dtype is None else 3) * [3, 1000, 17, 64, 129, 2000, 5, 31, 400, 0 if query_len == 1 else 3]
     check_attention(
         attention_ops,
         seq_lens,
         None if query_len == 1 else [query_len] * len(seq_lens),
         dtype=torch.bfloat16,
+        cache_dtype=cache_dtype,
         head_dim=128,
         num_heads=2 * num_kv_heads,
         num_kv_heads=num_kv_heads,

@@ -1,11 +1,13 @@
 """Rounding errors beside those of torch's own attention, both against float64 over the same stored numbers."""
 
+import math
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from paged_attn.testing import QUANTISED_DTYPES, peaky_batch
+from paged_attn.testing import QUANTISED_DTYPES, assert_close, page, peaky_batch
 
 LARGEST_RATIO = 1.1  # ours to torch's
 
@@ -55,3 +57,20 @@ def test_quantised_no_worse_than_the_output_dtype(attention_ops, dtype, cache_dt
         batch.expected(out=exact)
         errors.append(root_mean_square(batch.to(ops.device).run(ops.paged_attention).cpu() - exact))
     assert errors[1] <= 2 * errors[0], f"{errors[1]:.3g} against {errors[0]:.3g} without quantisation"
+
+
+@pytest.mark.parametrize("growth", [4.0, 30.0])
+@pytest.mark.parametrize("latest_largest", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_scores_that_grow_along_the_keys(attention_ops, dtype, latest_largest, growth):
+    """Whichever end a kernel begins at, it meets scores far above all that it has seen."""
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(300, 8, 64, generator=generator)
+    factors = torch.logspace(0, math.log10(growth), 1200)[:, None, None]
+    keys = torch.randn(1200, 2, 64, generator=generator) * (factors if latest_largest else factors.flip(0))
+    values = torch.randn(1200, 2, 64, generator=generator)
+    batch = page(query.to(dtype), [keys], [values], query_lens=[300])
+    expected, expected_lse = batch.expected(return_lse=True)
+    output, lse = batch.to(attention_ops.device).run(attention_ops.paged_attention, return_lse=True)
+    assert_close(output, expected)
+    assert_close(lse, expected_lse, tolerance=1e-3)

@@ -55,7 +55,7 @@ void launch(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
   };
   a.adjacent_scales = adjacent(p.k_scale) && adjacent(p.v_scale);
   // With few sequences latency decides, and that suffers where neighbours read the same blocks.
-  constexpr int kColumnsFrom = 16 / sizeof(typename Traits::Cache);  // sequences
+  constexpr int kColumnsFrom = sizeof(typename Traits::Cache) == 1 ? 24 : 8;  // sequences
   const int head_groups = p.num_kv_heads / Traits::kHeads, columns = std::gcd(num_ctas, head_groups);
   a.columns = p.num_seqs >= kColumnsFrom && columns < num_ctas && !a.range.side_by_side ? columns : 1;
   a.column_ctas = num_ctas / a.columns, a.column_head_groups = head_groups / a.columns;
