@@ -18,7 +18,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ import paged_attn
 from bench import common
 from paged_attn.cli._arguments import positive
 
-ROOT = Path(__file__).parent.parent
-CEILING = ROOT / "build" / "decode_ceiling.so"
+CEILING = common.ROOT / "build" / "decode_ceiling.so"
 NO_PDL = 2  # bit of the op's `flags`
 SCALE_KINDS = ("tensor", "head", "token_head")
 FLASHINFER = ("cores", "tensor", "xqa", "persistent")
@@ -250,7 +248,7 @@ def find_nvcc() -> str | None:
 def build_ceiling() -> None:
     """bench/decode_ceiling.cu with nvcc, into ``CEILING``."""
     CEILING.parent.mkdir(exist_ok=True)
-    sources = [ROOT / "bench" / "decode_ceiling.cu", ROOT / "csrc/cuda/attention/sm90/tensor_map.cu"]
+    sources = [common.ROOT / "bench" / "decode_ceiling.cu", common.ROOT / "csrc/cuda/attention/sm90/tensor_map.cu"]
     flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90a,code=sm_90a"]
     subprocess.run([find_nvcc(), *flags, "-shared", "-Xcompiler=-fPIC", "-o", CEILING, *sources], check=True)
 

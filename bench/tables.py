@@ -11,14 +11,12 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tabulate import tabulate
 
 from bench import common
 
-ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [common.ROOT / "README.md", *sorted((common.ROOT / "docs").glob("*.md"))]
 REGION = re.compile(r"(?<=<!-- table )([\w ]+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 Row = Mapping[str, object]
@@ -115,7 +113,7 @@ def main() -> int:
     for path in DOCUMENTS:
         text = path.read_text()
         if filled(text) != text:
-            stale.append(str(path.relative_to(ROOT)))
+            stale.append(str(path.relative_to(common.ROOT)))
             if not arguments.check:
                 path.write_text(filled(text))
     if stale:

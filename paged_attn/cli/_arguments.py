@@ -28,9 +28,9 @@ def checked(convert: Callable[[str], T], holds: Callable[[T], bool], expected: s
     return parse
 
 
-def _is_usable(device: str) -> bool:
-    kind, index = torch.device(device).type, torch.device(device).index or 0
-    return kind == "cpu" or (kind == "cuda" and index < torch.cuda.device_count())
+def _is_usable(name: str) -> bool:
+    place = torch.device(name)
+    return place.type == "cpu" or (place.type == "cuda" and (place.index or 0) < torch.cuda.device_count())
 
 
 positive = checked(int, lambda n: n >= 1, "an integer of at least 1")

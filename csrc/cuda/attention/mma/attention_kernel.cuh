@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
   if (!p.metadata_ready || !C::kMergesItself || args.plan.entries != nullptr) ptx::pdl_wait();
   Loader<C> loader(args, smem);
   TileRing<C> ring(ptx::smem_address(smem + C::kBarriers));
-  if (C::kRing && thread == 0) ring.init(ptx::smem_address(smem + C::kBarriers));
+  if (C::kRing && thread == 0) ring.init();
   using Rows = std::conditional_t<C::kTensorCores, MmaRows<C>, FmaRows<C>>;
 
   typename Loader<C>::Blocks blocks;  // of the next tile to load

@@ -13,15 +13,15 @@ class TileRing {
  public:
   static constexpr int kLag = 2, kAhead = C::kMaxStages - kLag;
 
+  __device__ explicit TileRing(uint32_t barriers) : barriers_(barriers), phases_(0) {}
+
   // By one thread, before a barrier of all.
-  __device__ static void init(uint32_t barriers) {
+  __device__ void init() const {
     for (int stage = 0; stage < C::kMaxStages; ++stage) {
-      ptx::mbarrier_init(barriers + stage * 16, C::kThreads);
-      ptx::mbarrier_init(barriers + stage * 16 + 8, C::kWarps);
+      ptx::mbarrier_init(barriers_ + stage * 16, C::kThreads);
+      ptx::mbarrier_init(barriers_ + stage * 16 + 8, C::kWarps);
     }
   }
-
-  __device__ explicit TileRing(uint32_t barriers) : barriers_(barriers), phases_(0) {}
 
   __device__ void wait_full(int stage) {
     ptx::mbarrier_wait(barriers_ + stage * 16, phases_ >> stage & 1);

@@ -45,7 +45,7 @@ struct PrefillTraits {
       : kTokenScales || kHeadDim == 96 || kHeadDim == 192 ? 1
                                                           : 4;
   static constexpr int kThreads = 128 * (kProducers + kConsumers);
-  // Warpgroups in order: the scheduler prefers the first, and those that convert issue much.
+  // Order of the warpgroups.  Where others convert beside them, consumers gain a little by being the first.
   static constexpr int kFirstConsumer = kQuantized && !kTokenScales && kHeadDim < 256 ? 0 : kProducers;
   static constexpr int kFirstProducer = kFirstConsumer == 0 ? kConsumers : 0;
   // Of 64 K registers every thread has an equal part at launch; the producers give most of theirs to the consumers.
