@@ -1,6 +1,7 @@
 """The operations, as thin wrappers of ``torch.ops.paged_attn``.
 
 Contents of tensors on a GPU are never read on the host, except for lengths by ``gather_kv`` without ``total_tokens``.
+There are no derivatives: a backward pass through a result, and a tensor with a tangent, raise a ``RuntimeError``.
 
 Words and shapes used throughout: ``num_seqs`` sequences with ``num_tokens`` query tokens in all; a pool of
 ``num_blocks`` blocks of ``block_size`` token slots; ``slot = block * block_size + offset``. Caches are logically
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _MIN_TORCH = (2, 11)
 
@@ -136,6 +138,8 @@ def paged_attention(
         options |= {"k_scale": k_scale, "v_scale": v_scale}
     if flags:
         options["flags"] = flags
+    if forward_ad._current_level >= 0:
+        _check_no_tangent((*tensors, *options.values()))
     if out is None:
         out, lse = _attention(*tensors, return_lse=return_lse, **options)
         if out.requires_grad:
@@ -177,6 +181,8 @@ def write_kv(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together; on the CPU also a slot past the end.
     """
+    if forward_ad._current_level >= 0:
+        _check_no_tangent((key, value, key_cache, value_cache, k_scale, v_scale))
     _write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
@@ -213,6 +219,8 @@ def rope_write_kv(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together; on the CPU also a slot past the end.
     """
+    if forward_ad._current_level >= 0:
+        _check_no_tangent((query, key, value, cos_sin, key_cache, value_cache, k_scale, v_scale))
     _rope_write_kv(
         query, key, value, positions, cos_sin, key_cache, value_cache, slot_mapping, interleaved, k_scale, v_scale
     )
@@ -230,7 +238,10 @@ def copy_blocks(caches: Sequence[Tensor] | Tensor, block_mapping: Tensor) -> Non
     Raises:
         ValueError: a destination named twice or an id out of range (mapping on the host), or caches that do not fit.
     """
-    _copy_blocks(_as_list("caches", caches), block_mapping)
+    caches = _as_list("caches", caches)
+    if forward_ad._current_level >= 0:
+        _check_no_tangent(caches)
+    _copy_blocks(caches, block_mapping)
 
 
 def swap_blocks(src: Sequence[Tensor] | Tensor, dst: Sequence[Tensor] | Tensor, block_mapping: Tensor) -> None:
@@ -247,6 +258,8 @@ def swap_blocks(src: Sequence[Tensor] | Tensor, dst: Sequence[Tensor] | Tensor, 
         ValueError: a destination named twice, an id out of range, or caches that do not fit; nothing has moved then.
     """
     src, dst = _as_list("src", src), _as_list("dst", dst)
+    if forward_ad._current_level >= 0:
+        _check_no_tangent((*src, *dst))
     pinned = all(t.is_pinned() for t in (*src, *dst) if t.device.type == "cpu") if torch.cuda.is_available() else False
     _swap_blocks(src, dst, block_mapping, pinned)
 
@@ -283,6 +296,8 @@ def gather_kv(
             the table; on the CPU also a ``total_tokens`` below the sum.
     """
     tensors = (key_cache, value_cache, block_table, seq_lens, seq_starts, k_scale, v_scale)
+    if forward_ad._current_level >= 0:
+        _check_no_tangent(tensors)
     key, value = _gather_kv(*tensors, out_dtype, total_tokens)
     if key.requires_grad or value.requires_grad:
         key, value = _without_backward((key, value), tensors)
@@ -300,7 +315,7 @@ def merge_attn_states(
 ) -> tuple[Tensor, Tensor]:
     """Combine attention over two disjoint sets of keys: the result over their union, and its log-sum-exp.
 
-    ``(0, -inf)`` is the identity, whatever the values on the empty side.
+    ``(0, -inf)`` is the identity, whatever the values on the empty side. A log-sum-exp of NaN makes its row NaN.
 
     Args:
         output_a, output_b: ``[num_tokens, num_heads, head_dim]``.
@@ -311,6 +326,8 @@ def merge_attn_states(
         ValueError: shapes, dtypes or devices that do not fit together.
     """
     operands = (output_a, lse_a, output_b, lse_b)
+    if forward_ad._current_level >= 0:
+        _check_no_tangent(operands)
     if out is None and out_lse is None:
         out, out_lse = _merge(*operands)
         if out.requires_grad or out_lse.requires_grad:
@@ -359,6 +376,11 @@ def _without_backward(results: Sequence[Tensor], arguments: Sequence[object]) ->
     """Let a backward pass through ``results`` fail, where torch would only warn and leave gradients out."""
     inputs = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
     return [_WithoutBackward.apply(result.detach(), *inputs) for result in results]
+
+
+def _check_no_tangent(arguments: Sequence[object]) -> None:
+    if any(isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None for value in arguments):
+        raise RuntimeError("paged_attn has no forward-mode derivative: call it on tensors without tangents")
 
 
 def _check_no_gradient(arguments: Sequence[object]) -> None:

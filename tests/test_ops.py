@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import paged_attn
@@ -279,6 +280,32 @@ def test_a_backward_pass_is_refused(ops, through, compiled):
         result = (torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss)(weight)
     with pytest.raises(RuntimeError, match="no backward pass"):
         result.backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("op", ["paged_attention", "merge_attn_states", "gather_kv", "write_kv", "copy_blocks"])
+def test_a_tangent_is_refused(ops, op, compiled):
+    """A derivative that is not there would be taken for zero."""
+    batch = peaky_batch([20, 5, 33], device=ops.device)
+    lse = torch.zeros(batch.query.shape[:2], device=ops.device)
+    slots = torch.tensor([3], device=ops.device)
+    table, lengths = batch.block_table, batch.seq_lens
+    functions = {
+        "paged_attention": lambda x: ops.paged_attention(x, batch.key_cache, batch.value_cache, table, lengths),
+        "merge_attn_states": lambda x: ops.merge_attn_states(x, lse, batch.query, lse)[0],
+        "gather_kv": lambda x: ops.gather_kv(x, batch.value_cache, table, lengths, total_tokens=58)[0],
+        "write_kv": lambda x: ops.write_kv(x[0, :1], x[0, :1], batch.key_cache, batch.value_cache, slots),
+        "copy_blocks": lambda x: ops.copy_blocks([x], torch.tensor([[0, 1]])),
+    }
+    function = functions[op]
+    primal = batch.query if op in ("paged_attention", "merge_attn_states") else batch.key_cache
+    differentiate = partial(torch.func.jvp, function, (primal,))
+    if compiled:
+        differentiate = torch.compile(differentiate, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        differentiate((torch.ones_like(primal),))
+    with forward_ad.dual_level():  # others may have tangents
+        function(primal)
 
 
 def test_out_takes_no_gradient(ops):
