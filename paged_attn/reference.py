@@ -279,7 +279,7 @@ def merge_attn_states(
 ) -> tuple[Tensor, Tensor]:
     """Combine two attention results over disjoint keys: the outputs weighted by ``exp(lse)``.
 
-    (0, -inf) is the identity, whatever values the empty side's output holds.
+    (0, -inf) is the identity, whatever values the empty side's output holds. An LSE of NaN makes its row NaN.
 
     Args:
         output_a, output_b: ``[T, Hq, D]``.
@@ -294,7 +294,7 @@ def merge_attn_states(
     def share(output: Tensor, own: Tensor, other: Tensor) -> Tensor:
         present = (own != -math.inf).unsqueeze(-1)
         weight = torch.where(own == other, 0.5, torch.sigmoid(own.double() - other.double()))
-        weight = torch.where(other == -math.inf, 1.0, weight).unsqueeze(-1)
+        weight = torch.where((other == -math.inf) & ~own.isnan(), 1.0, weight).unsqueeze(-1)
         return torch.where(present, weight * output.double(), 0.0)
 
     output = share(output_a, lse_a, lse_b) + share(output_b, lse_b, lse_a)

@@ -17,7 +17,7 @@ def partial(value, lse, device, dtype=torch.float32):
     return output, torch.full((2, 3), lse, device=device)
 
 
-EMPTY, EMPTY_NAN, SOME = (0.0, -math.inf), (math.nan, -math.inf), (3.0, 1.0)
+EMPTY, EMPTY_NAN, SOME, INFINITE = (0.0, -math.inf), (math.nan, -math.inf), (3.0, 1.0), (1.0, math.inf)
 
 
 def check_identity(ops, dtype=torch.float32):
@@ -28,6 +28,7 @@ def check_identity(ops, dtype=torch.float32):
         (EMPTY_NAN, SOME, SOME),
         (SOME, EMPTY_NAN, SOME),
         (EMPTY, SOME, SOME),
+        (EMPTY_NAN, INFINITE, INFINITE),
     ):
         output, lse = ops.merge_attn_states(*partial(*a, ops.device, dtype), *partial(*b, ops.device, dtype))
         assert_close(output, expected[0], tolerance=0)
@@ -76,8 +77,7 @@ def check_large_lse(ops):
 
 def check_infinite_lse(ops):
     """The side of a sink of inf takes all of the weight; two of them halve it."""
-    infinite = (1.0, math.inf)
-    for a, b, expected in ((infinite, SOME, 1.0), (SOME, infinite, 1.0), (infinite, (2.0, math.inf), 1.5)):
+    for a, b, expected in ((INFINITE, SOME, 1.0), (SOME, INFINITE, 1.0), (INFINITE, (2.0, math.inf), 1.5)):
         output, lse = ops.merge_attn_states(*partial(*a, ops.device), *partial(*b, ops.device))
         assert_close(output, expected, tolerance=0)
         assert_close(lse, math.inf, tolerance=0)
@@ -86,6 +86,21 @@ def check_infinite_lse(ops):
 @pytest.mark.parametrize("module", ["ops", "reference"])
 def test_infinite_lse(ops, module):
     check_infinite_lse(ops if module == "ops" else Ops(reference, ops.device))
+
+
+def check_nan_lse(ops):
+    """A log-sum-exp of NaN makes its row NaN, whatever is on the other side."""
+    for other in (EMPTY, EMPTY_NAN, SOME, INFINITE, (1.0, math.nan)):
+        sides = partial(2.0, math.nan, ops.device), partial(*other, ops.device)
+        for a, b in (sides, sides[::-1]):
+            output, lse = ops.merge_attn_states(*a, *b)
+            assert output.isnan().all()
+            assert lse.isnan().all()
+
+
+@pytest.mark.parametrize("module", ["ops", "reference"])
+def test_nan_lse(ops, module):
+    check_nan_lse(ops if module == "ops" else Ops(reference, ops.device))
 
 
 def test_large_lse(ops):

@@ -12,7 +12,7 @@ void merge_row(const T* a, float lse_a, const T* b, float lse_b, T* out, float* 
   if (lse_a == kEmpty && lse_b == kEmpty) {
     for (int d = 0; d < head_dim; ++d) out[d] = from_float<T>(0.f);
     *out_lse = kEmpty;
-  } else if (lse_a == kEmpty || lse_b == kEmpty) {
+  } else if ((lse_a == kEmpty || lse_b == kEmpty) && !std::isnan(lse_a) && !std::isnan(lse_b)) {
     std::memmove(static_cast<void*>(out), lse_a == kEmpty ? b : a, sizeof(T) * head_dim);
     *out_lse = lse_a == kEmpty ? lse_b : lse_a;
   } else {
