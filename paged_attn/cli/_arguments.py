@@ -1,11 +1,14 @@
-"""Types of command-line arguments: what they refuse, argparse reports under the option's name."""
+"""Types of command-line arguments: what they refuse, argparse reports under the option's name; what the engine refuses,
+in one line too."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -26,6 +29,15 @@ def checked(convert: Callable[[str], T], holds: Callable[[T], bool], expected: s
         raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
     return parse
+
+
+@contextmanager
+def refusal_ends_command(of: str = "") -> Iterator[None]:
+    """A ``ValueError`` inside becomes the command's last words, after ``of``, without a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        sys.exit(f"{of}{error}")
 
 
 def _is_usable(name: str) -> bool:

@@ -8,7 +8,15 @@ import time
 
 import torch
 
-from paged_attn.cli._arguments import device, folder, non_negative, non_negative_number, positive, share
+from paged_attn.cli._arguments import (
+    device,
+    folder,
+    non_negative,
+    non_negative_number,
+    positive,
+    refusal_ends_command,
+    share,
+)
 from paged_attn.cli._models import DTYPES, default_device, default_dtype, load_model
 
 SYSTEM = (
@@ -71,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
         n=args.samples,
         seed=args.seed,
     )
-    try:
+    with refusal_ends_command():
         engine = Engine(
             model,
             num_blocks=args.num_blocks,
@@ -81,8 +89,6 @@ def main(args: argparse.Namespace) -> int:
         )
         for prompt in prompts:
             engine.add_request(prompt, params)
-    except ValueError as error:
-        sys.exit(str(error))
 
     began, completions, peak = time.perf_counter(), {}, None
     bar = progress_bar(len(prompts) * args.samples * args.max_tokens)

@@ -15,7 +15,7 @@ import torch
 
 from paged_attn._version import __version__
 from paged_attn.cli import _traces as traces
-from paged_attn.cli._arguments import device, folder, non_negative, positive, positive_number
+from paged_attn.cli._arguments import device, folder, non_negative, positive, positive_number, refusal_ends_command
 from paged_attn.cli._models import DTYPES, default_device, default_dtype, load_model
 from paged_attn.cli.generate import progress_bar
 
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
         model, _ = load_model(args.model, args.device, dtype)
     else:
         model = traces.random_model(args.shape, args.device, dtype)
-    try:
+    with refusal_ends_command():
         engine = Engine(
             model,
             num_blocks=args.num_blocks,
@@ -104,8 +104,6 @@ def main(args: argparse.Namespace) -> int:
             cuda_graphs=False if args.no_cuda_graphs else None,
             compile=args.compile,
         )
-    except ValueError as error:
-        sys.exit(str(error))
     loads = make_loads(args, engine.max_model_len)
     prompts = make_prompts(loads, args.shared_prefix, model.config.vocab_size, args.seed)
     for _ in range(args.warmup):
@@ -154,10 +152,8 @@ def serve(engine, loads: list[traces.Load], prompts: list[list[int]]) -> Run:
         now = time.perf_counter() - began
         while submitted < len(loads) and loads[submitted].arrival <= now:
             params = SamplingParams(max_tokens=loads[submitted].output_len, ignore_eos=True)
-            try:
+            with refusal_ends_command(of=f"request {submitted}: "):
                 engine.add_request(prompts[submitted], params, request_id=submitted)
-            except ValueError as error:
-                sys.exit(f"request {submitted}: {error}")
             submitted += 1
         if not engine.has_work:
             time.sleep(min(0.01, loads[submitted].arrival - now))
