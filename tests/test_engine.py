@@ -340,7 +340,8 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(device, monkeypatch
     monkeypatch.setattr(graphs.StepGraphs, "_record", record)
     prompts, params = random_requests(4, seed=6)
     engine = make_engine("llama", device, num_blocks=60, cuda_graphs=True)
-    with pytest.warns(UserWarning, match=r"cuda_graphs.*cuda_graphs=False.*operation not permitted") as warned:
+    advice = r"cuda_graphs.*cuda_graphs=False.*set_experts_implementation.*operation not permitted"
+    with pytest.warns(UserWarning, match=advice) as warned:
         completions = engine.generate(prompts, params)
     assert len(warned) == 1
     assert [c.token_ids for c in completions] == expected_tokens("llama", device, prompts, params)

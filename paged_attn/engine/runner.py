@@ -79,7 +79,8 @@ class Runner:
             except CaptureFailed as error:
                 warnings.warn(
                     "cuda_graphs: the model's forward pass does something that cannot be captured, so its kernels are "
-                    f"launched one by one; Engine(cuda_graphs=False) asks for that. Torch says: {error}",
+                    "launched one by one; Engine(cuda_graphs=False) asks for that. A mixture of experts can be "
+                    f'captured after model.set_experts_implementation("batched_mm"). Torch says: {error}',
                     stacklevel=2,
                 )
                 self.graphs = None
