@@ -237,6 +237,43 @@ def test_generate_batch_in_cuda_graphs(cuda):
 
 
 @NEEDS_5_17
+@pytest.mark.parametrize("delay", [0.003, 0.02])
+def test_generate_batch_behind_its_late_reset(cuda, monkeypatch, delay):
+    """transformers copies inputs on a stream of its own: not before they have been reset on the current one."""
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
+
+    reset = ContinuousBatchingAsyncIOs.reset
+
+    def late_reset(self):
+        torch.cuda._sleep(int(delay * 1.7e9))
+        reset(self)
+
+    monkeypatch.setattr(ContinuousBatchingAsyncIOs, "reset", late_reset)
+    check_generate_batch(cuda, "llama", use_cuda_graph=True, use_async_batching=True)
+
+
+@NEEDS_5_17
+def test_register_may_be_repeated():
+    from transformers.generation.continuous_batching import input_outputs
+
+    classes = input_outputs.ContinuousBatchingIOs, input_outputs.ContinuousBatchingAsyncIOs
+    before = [inputs.get_model_kwargs for inputs in classes]
+    register()
+    assert [inputs.get_model_kwargs for inputs in classes] == before
+
+
+@NEEDS_5_17
+def test_generate_batch_captures_a_mixture_of_experts(cuda):
+    model = tiny_model("gpt_oss", cuda)
+    before = model.get_experts_implementation()
+    model.set_experts_implementation("batched_mm")
+    try:
+        check_generate_batch(cuda, "gpt_oss", use_cuda_graph=True, use_async_batching=True)
+    finally:
+        model.set_experts_implementation(before)
+
+
+@NEEDS_5_17
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_generate_batch_with_decode_tables(device, architecture, monkeypatch):
     """Asked for, transformers hands over block tables; models with sliding layers go on without."""

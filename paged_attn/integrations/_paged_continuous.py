@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,6 +48,32 @@ def ask_for_decode_tables(name: str) -> None:
 
     ensure_decode_fast_path_is_available.asks_for = name
     initialization.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available
+
+
+def order_inputs() -> None:
+    """Let transformers' copies of its inputs, and its forward passes, wait for what fills these inputs.
+
+    transformers resets its input tensors on the current stream and copies and computes on streams of its own, which
+    wait for one another but not for that one: where it lags behind, as on a GPU that several processes share, the reset
+    wipes out the inputs of the first batch, and its tokens are wrong, by any attention.
+    """
+    from transformers.generation.continuous_batching import input_outputs
+
+    for inputs in (input_outputs.ContinuousBatchingIOs, input_outputs.ContinuousBatchingAsyncIOs):
+        if not hasattr(inputs.get_model_kwargs, "waits_for_current_stream"):
+            inputs.get_model_kwargs = _after_current_stream(inputs.get_model_kwargs)
+
+
+def _after_current_stream(get_model_kwargs: Callable) -> Callable:
+    @wraps(get_model_kwargs)
+    def ordered(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        stream = getattr(inputs, "h2d_stream", inputs.compute_stream)  # None on the CPU
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        return get_model_kwargs(inputs, *args, **kwargs)
+
+    ordered.waits_for_current_stream = True
+    return ordered
 
 
 def continuous_attention(

@@ -22,7 +22,7 @@ from torch import Tensor
 import paged_attn
 from paged_attn.integrations._options import TRANSFORMERS_VERSION, AttentionOptions
 from paged_attn.integrations._paged_cache import PagedCache, StepCache, cache_shape, pending_update, scale_options
-from paged_attn.integrations._paged_continuous import ask_for_decode_tables, continuous_attention
+from paged_attn.integrations._paged_continuous import ask_for_decode_tables, continuous_attention, order_inputs
 
 __all__ = ["NAME", "PagedCache", "StepCache", "cache_shape", "register", "scale_options"]
 
@@ -32,7 +32,8 @@ NAME = "paged_attn"
 def register(*, decode_tables: bool = False) -> None:
     """Make ``attn_implementation="paged_attn"`` known to transformers; may be repeated.
 
-    With transformers 5.17 also ``"paged|paged_attn"``, for ``generate_batch()``.
+    With transformers 5.17 also ``"paged|paged_attn"``, for ``generate_batch()``, whose copies of inputs it puts in order
+    for every attention (docs/transformers.md).
 
     Args:
         decode_tables: for ``generate_batch()``, get block tables in steps of decodes alone. It replaces a function
@@ -45,6 +46,7 @@ def register(*, decode_tables: bool = False) -> None:
     transformers.AttentionMaskInterface.register(NAME, padding_mask)
     if TRANSFORMERS_VERSION == (5, 17):
         transformers.AttentionInterface.register(f"paged|{NAME}", continuous_attention)
+        order_inputs()
         if decode_tables:
             ask_for_decode_tables(f"paged|{NAME}")
     elif decode_tables:
