@@ -87,7 +87,8 @@ def paged_attention(
         query: ``[num_tokens, num_heads, head_dim]``, float16, bfloat16 or float32; ``head_dim`` a multiple of 8 up to
             256.
         key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` of the query's dtype, or
-            float8_e4m3fn, float8_e5m2 or int8; ``num_heads`` is a multiple of ``num_kv_heads``.
+            float8_e4m3fn, float8_e5m2 or int8; ``num_heads`` is a multiple of ``num_kv_heads``. Long chunks on an 8-bit
+            cache take up to 512 MiB of temporary memory on Hopper.
         block_table: int32 ``[num_seqs, max_blocks]``. Entries that hold no visible key are never read. Others are
             checked on the CPU alone; on CUDA an id of no block makes the rows of its sequence meaningless, those of no
             other, and nothing outside the cache is read.

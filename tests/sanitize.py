@@ -44,6 +44,7 @@ def attend_quantised(backend: str, cache_dtype: torch.dtype, scale_kind: str) ->
     quantised = {"dtype": torch.bfloat16, "cache_dtype": cache_dtype, "scale_kind": scale_kind}
     check_attention(ops, [530, 17], None, head_dim=128, **quantised)
     check_attention(ops, [130, 17], [40, 1], **quantised)
+    check_attention(ops, [90, 17], [64, 1], num_heads=128, **quantised)
 
 
 def attend_shared_stages() -> None:

@@ -353,6 +353,33 @@ def test_quantised_prefill_of_several_tiles(attention_ops, cache_dtype, head_dim
     )
 
 
+# A group with which 64 or 128 query tokens are enough to read a copy of their keys and values in 16 bits.
+MANY_ROWS = {"num_heads": 64, "num_kv_heads": 2}
+
+
+@pytest.mark.parametrize("option", ["plain", "scale_negative", "window_16", "softcap", "not_causal_alibi", "all"])
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 200, 256])
+@pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
+def test_quantised_prefill_of_many_rows(attention_ops, cache_dtype, head_dim, option):
+    """Beside chunks of fewer rows, and decode."""
+    case = head_dim // 8 + len(option)
+    check_attention(
+        attention_ops,
+        [230, 0, 17, 65, 64, 90],
+        [130, 1, 2, 64, 63, 1],
+        OPTIONS[option],
+        dtype=(torch.float16, torch.bfloat16)[case % 2],
+        cache_dtype=cache_dtype,
+        scale_kind=(None, "tensor", "head")[case % 3],
+        head_dim=head_dim,
+        block_size=(8, 16, 24, 128)[case % 4],
+        layout=LAYOUTS[case // 2 % 3],
+        padding_rows=3,
+        garbage="num_blocks",
+        **MANY_ROWS,
+    )
+
+
 @pytest.mark.parametrize("window_size", [2**30 + 1, 2**31 - 1, 2**40])
 def test_window_larger_than_any_length(attention_ops, window_size):
     """Beside positions below 0, where a sequence has more query tokens than keys."""
@@ -376,13 +403,20 @@ def test_scales_of_one_tensor_alone(attention_ops, query_len, missing):
     assert_close(batch.to(attention_ops.device).run(attention_ops.paged_attention), expected)
 
 
-@pytest.mark.parametrize("query_len", [1, 100])
+@pytest.mark.parametrize("shape", [{}, MANY_ROWS], ids=["group_4", "group_32"])
+@pytest.mark.parametrize("query_len", [1, 140])
 @pytest.mark.parametrize("scale_kind", ["head", "token_head"])
 @pytest.mark.parametrize("cache_dtype", QUANTISED_DTYPES, ids=str)
-def test_unusual_scales(attention_ops, cache_dtype, scale_kind, query_len):
+def test_unusual_scales(attention_ops, cache_dtype, scale_kind, query_len, shape):
     """Negative, zero, and of ten orders of magnitude."""
     batch = peaky_batch(
-        [300, 170], [query_len] * 2, dtype=torch.bfloat16, cache_dtype=cache_dtype, scale_kind=scale_kind, head_dim=128
+        [300, 170],
+        [query_len] * 2,
+        dtype=torch.bfloat16,
+        cache_dtype=cache_dtype,
+        scale_kind=scale_kind,
+        head_dim=128,
+        **shape,
     )
     magnitude = 1e5
     if scale_kind == "head":

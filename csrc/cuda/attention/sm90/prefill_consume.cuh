@@ -63,7 +63,7 @@ class PrefillConsumer : PrefillRows<Traits> {
   __device__ __forceinline__ RingPosition<Traits::kStages> value() const { return {steps_ - 1}; }
 
   __device__ __forceinline__ void start_rows() {
-    if constexpr (Traits::kQuantized && !Traits::kTokenScales) scale_ = p_.scale_log2 * fabsf(tiles_.key_scale());
+    if constexpr (!Traits::kTokenScales) scale_ = p_.scale_log2 * fabsf(tiles_.key_scale());
     value_unit_ = 0.f;
     max_[0] = max_[1] = -INFINITY;
     sum_[0] = sum_[1] = 0.f;
@@ -263,7 +263,7 @@ class PrefillConsumer : PrefillRows<Traits> {
   // Raw products to scores; in units of log2 once multiplied by score_scale.
   template <bool kMasked>
   __device__ __forceinline__ void modify_scores(int step) {
-    const float key_scale = Traits::kQuantized ? fabsf(tiles_.key_scale()) : 1.f;
+    const float key_scale = fabsf(tiles_.key_scale());
     if (p_.cap_log2 > 0.f) {
       const float rate = p_.cap_rate * key_scale;
       float squares[4] = {0.f, 0.f, 0.f, 0.f};

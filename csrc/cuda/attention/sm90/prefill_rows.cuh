@@ -43,7 +43,7 @@ class PrefillRows {
   __device__ __forceinline__ bool token_scales() const { return has_token_scales<Traits>(p_); }
   __device__ __forceinline__ float score_scale() const {
     if constexpr (Traits::kScoreMods) return p_.cap_log2 > 0.f && !p_.attention.alibi_slopes ? p_.cap_log2 : 1.f;
-    return Traits::kQuantized && !Traits::kTokenScales ? scale_ : p_.scale_log2;
+    return Traits::kTokenScales ? p_.scale_log2 : scale_;
   }
 
   __device__ __forceinline__ uint32_t pack_output(float low, float high) const {
@@ -123,7 +123,7 @@ class PrefillRows {
       const int head = tile.kv_head * p_.group + at.head;
       const RowEnd end = finish_row(max_[r] * score_scale(), sum_[r], a.sinks ? a.sinks + head : nullptr);
       output_scale[r] = end.output_scale;
-      if constexpr (Traits::kQuantized) output_scale[r] *= head_scale(a.v_scale, tile.kv_head);
+      output_scale[r] *= head_scale(a.v_scale, tile.kv_head);
       if (token_scales()) output_scale[r] *= value_unit_;
       if (a.lse && lane() % 4 == 0 && at.token < tile.q_len)
         a.lse[static_cast<int64_t>(tile.q_begin + at.token) * a.num_heads + head] = end.lse;
@@ -208,7 +208,7 @@ class PrefillRows {
   TileRing<Traits> tiles_;
   float o_[kHeadDim / 2];
   float max_[2], sum_[2];
-  float scale_;       // of scores from 8-bit caches, that of the keys included
+  float scale_;       // of scores, that of the keys included
   float value_unit_;  // of O, with value scales per token
 };
 

@@ -70,7 +70,7 @@ struct TileRows {
   int token, head, kv_head;
   int q_begin;  // row of `query` of the sequence's first query token
   int q_len, seq_len;
-  float key_scale;  // of a quantised cache, one for all tokens; else 1; never 0
+  float key_scale;  // of an 8-bit cache or a copy of it, one for all tokens; else 1; never 0
 
   // Position of the first query token; negative where there are more queries than keys.
   __device__ int first_position() const { return seq_len - q_len; }
@@ -177,7 +177,7 @@ class TileList {
     const int first_row = (num_tiles(t.q_len) - 1 - order) * Traits::kRows;
     t.token = p_.by_group.quotient(first_row);
     t.head = first_row - t.token * p_.group;
-    const float scale = Traits::kQuantized ? head_scale(p_.attention.k_scale, t.kv_head) : 1.f;
+    const float scale = head_scale(p_.attention.k_scale, t.kv_head);
     t.key_scale = scale == 0.f ? FLT_MIN : scale;  // 0 times a maximum of -inf would be NaN
     t.steps = tile_steps<Traits::kRows, Traits::kKeys>(p_, t);
     t.pieces = {0, 0, 1};
