@@ -32,8 +32,8 @@ NAME = "paged_attn"
 def register(*, decode_tables: bool = False) -> None:
     """Make ``attn_implementation="paged_attn"`` known to transformers; may be repeated.
 
-    With transformers 5.17 also ``"paged|paged_attn"``, for ``generate_batch()``, whose copies of inputs it puts in order
-    for every attention (docs/transformers.md).
+    With transformers 5.17 also ``"paged|paged_attn"``, for ``generate_batch()``, whose copies of inputs it puts in
+    order, for every attention (docs/transformers.md).
 
     Args:
         decode_tables: for ``generate_batch()``, get block tables in steps of decodes alone. It replaces a function
