@@ -374,6 +374,29 @@ def test_two_graphs_at_once():
         assert_same_bits(output, right)
 
 
+def test_calls_and_graphs_that_share_a_pool():
+    """A graph's temporaries, written again by every replay, are never memory that calls keep from one to the next."""
+    batch = peaky_batch([6000] * 3, dtype=torch.bfloat16, num_heads=16, num_kv_heads=2, head_dim=128).to("cuda")
+    expected = batch.run(paged_attn.paged_attention)
+    stream, pool = torch.cuda.Stream(priority=-1), torch.cuda.MemPool()  # a stream that no other test has used
+    stream.wait_stream(torch.cuda.current_stream())
+
+    def run_in_pool() -> torch.Tensor:
+        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
+            output = batch.run(paged_attn.paged_attention)
+        torch.cuda.synchronize()
+        return output
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, pool=pool.id):
+        for log2_size in range(7, 25):
+            torch.ones(1 << log2_size, device="cuda")
+    assert_same_bits(run_in_pool(), expected)
+    with torch.cuda.stream(stream):
+        graph.replay()
+    assert_same_bits(run_in_pool(), expected)
+
+
 # E-device
 
 

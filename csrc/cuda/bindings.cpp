@@ -5,6 +5,7 @@
 
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "../ops.h"
@@ -50,9 +51,23 @@ struct MarkedKey {
 };
 
 struct MarkedMemory {
-  Tensor bytes;
+  void* data;
   size_t size;
+  std::optional<Tensor> tensor;  // that `data` belongs to, if it is torch's
 };
+
+// Marks that last from call to call lie outside torch's pools: in a pool that an eager call shares with graphs, they
+// could get what a graph captured earlier takes for its temporaries.  Null where the device has no memory left that
+// torch does not hold.
+void* allocate_lasting(size_t bytes, cudaStream_t stream) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // as torch: another thread may be capturing
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode));
+  void* data = nullptr;
+  const bool allocated = cudaMallocAsync(&data, bytes, stream) == cudaSuccess;
+  if (!allocated) cudaGetLastError();
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode));
+  return allocated ? data : nullptr;
+}
 
 // A tensor taken while a graph is captured lives in the graph's pool, which outlives the handle kept here; its fill is
 // a node of the graph, so every replay starts from clean marks.
@@ -87,12 +102,16 @@ class TorchWorkspace final : public Workspace {
                : std::next(it);
     auto found = memories.find(key);
     if (found == memories.end() || found->second.size < bytes) {
-      Tensor memory = empty(bytes);
-      check_cuda(cudaMemsetAsync(memory.data_ptr(), 0xff, bytes, stream_));
-      if (found != memories.end()) memories.erase(found);
-      found = memories.emplace(key, MarkedMemory{memory, bytes}).first;
+      MarkedMemory memory = {capture == 0 ? allocate_lasting(bytes, stream_) : nullptr, bytes, std::nullopt};
+      if (memory.data == nullptr) memory.data = memory.tensor.emplace(empty(bytes)).data_ptr();
+      check_cuda(cudaMemsetAsync(memory.data, 0xff, bytes, stream_));
+      if (found != memories.end()) {
+        if (!found->second.tensor) check_cuda(cudaFreeAsync(found->second.data, stream_));
+        memories.erase(found);
+      }
+      found = memories.emplace(key, std::move(memory)).first;
     }
-    return found->second.bytes.data_ptr();
+    return found->second.data;
   }
 
  private:
