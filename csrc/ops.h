@@ -98,7 +98,7 @@ inline AttentionParams attention_params(const Tensor& query, const Tensor& key_c
   p.window_size = window_size && *window_size <= kMaxWindow ? *window_size : 0;
   p.causal = causal;
   p.batch_invariant = batch_invariant;
-  p.max_seqlen_q = cu_seqlens_q ? std::min<int64_t>(max_seqlen_q.value_or(0), INT32_MAX) : 1;
+  p.max_seqlen_q = cu_seqlens_q ? std::min<int64_t>(max_seqlen_q.value_or(0), p.num_tokens) : 1;
   p.metadata_ready = flags & kFlagMetadataReady;
   p.pdl = !(flags & kFlagNoPdl);
   p.backend = flags & kFlagForceMma    ? AttentionBackend::kMma

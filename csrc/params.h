@@ -62,7 +62,7 @@ struct AttentionParams {
   int window_size;  // keys a token sees, itself included, at most kMaxWindow; 0: no limit
   bool causal;
   bool batch_invariant;
-  int max_seqlen_q;  // a bound on the query tokens of a sequence; 0: unknown
+  int max_seqlen_q;  // a bound on the query tokens of a sequence, at most num_tokens; 0: unknown
 
   AttentionBackend backend;
   bool metadata_ready;  // block_table, seq_lens, cu_seqlens_q are final before the stream's preceding kernel starts

@@ -97,10 +97,11 @@ def test_any_upper_bound_on_query_lengths(attention_ops, dtype, hint):
     assert_close(output, batch.expected())
 
 
-@pytest.mark.parametrize("hint", [None, 1, 16])
-def test_one_query_each_named_by_prefix_sums(attention_ops, hint):
-    """cu_seqlens_q = 0, 1, 2, 3 is the call without it."""
-    batch = peaky_batch([300, 17, 1]).to(attention_ops.device)
+@pytest.mark.parametrize("hint", [None, 1, 16, 1000, 2**31 - 1, 2**40])
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 128), (torch.bfloat16, 256)])
+def test_one_query_each_named_by_prefix_sums(attention_ops, dtype, head_dim, hint):
+    """cu_seqlens_q = 0, 1, 2, 3 is the call without it, however much larger than the call the bound is."""
+    batch = peaky_batch([300, 17, 1], dtype=dtype, head_dim=head_dim).to(attention_ops.device)
     starts = torch.arange(4, dtype=torch.int32, device=attention_ops.device)
     output = replaced(batch, cu_seqlens_q=starts).run(attention_ops.paged_attention, max_seqlen_q=hint)
     assert_close(output, batch.run(attention_ops.paged_attention).cpu())

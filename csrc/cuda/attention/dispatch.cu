@@ -72,8 +72,7 @@ void launch_paged_attention(const AttentionParams& p, Workspace& workspace, cuda
   const bool sm90_prefill = hopper && sm90::prefill_supports(p);
   const int decode_rows = sm90_decode || forced ? sm90::decode_max_rows(p) : mma::decode_max_rows(p);
   const int decode_len = decode_rows / (p.num_heads / p.num_kv_heads);
-  const int most_tokens = p.max_seqlen_q > 0 ? std::min(p.max_seqlen_q, p.num_tokens) : p.num_tokens;
-  const int bound = p.cu_seqlens_q == nullptr ? 1 : most_tokens;
+  const int bound = p.cu_seqlens_q == nullptr ? 1 : p.max_seqlen_q > 0 ? p.max_seqlen_q : p.num_tokens;
   const bool decodes = decode_len > 0, prefills = bound > decode_len;
   if (forced) {
     if (!hopper) throw std::invalid_argument("backend 'sm90' needs a GPU of compute capability 9.0");
