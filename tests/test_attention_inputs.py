@@ -189,6 +189,17 @@ def test_cache_without_blocks(attention_ops, dtype, query_lens):
     assert_close(batch.run(attention_ops.paged_attention), torch.zeros_like(batch.query), tolerance=0)
 
 
+@pytest.mark.parametrize("num_seqs", [0, 1, 2])
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=str)
+def test_table_without_columns(attention_ops, cache_dtype, num_seqs):
+    """Many rows, all of sequences without a token or of none."""
+    batch = peaky_batch([0, 0], [700, 2], dtype=torch.bfloat16, cache_dtype=cache_dtype, padding_rows=600)
+    table, starts = batch.block_table[:num_seqs, :0], batch.cu_seqlens_q[: num_seqs + 1]
+    batch = replaced(batch, block_table=table, seq_lens=batch.seq_lens[:num_seqs], cu_seqlens_q=starts)
+    output = batch.to(attention_ops.device).run(attention_ops.paged_attention)
+    assert_close(output, torch.zeros_like(batch.query), tolerance=0)
+
+
 @pytest.mark.parametrize("wrong", [*GARBAGE_IDS, -(2**31)])
 @pytest.mark.parametrize("step", WRONG_BLOCK_STEPS)
 @pytest.mark.parametrize("scale_kind", [None, "head", "token_head"])

@@ -18,7 +18,7 @@ namespace {
 int least_rows(const AttentionParams& p) {
   return p.cache_dtype != DType::kInt8 && p.head_dim > 96 && p.head_dim <= 128 ? 4096 : 2048;
 }
-constexpr size_t kMostBytes = size_t{512} << 20;  // of keys and values in 16 bits
+constexpr size_t kMostBytes = size_t{512} << 20;  // of keys and values in 16 bits, and their block table
 constexpr int kMostSequences = 256;
 
 constexpr int kBlockSize = 64;            // token slots of a block of the copy, [head][slot][column]
@@ -150,15 +150,17 @@ size_t bytes_of_copy(const AttentionParams& p, int least_len) {
   return sizeof(uint16_t) * sequences_of_copy(p, least_len) * blocks_of_copy(p) * p.num_kv_heads * kBlockSize *
          p.head_dim;
 }
+size_t bytes_of_table(const AttentionParams& p) { return sizeof(int32_t) * p.num_seqs * blocks_of_copy(p); }
 
 }  // namespace
 
 int widened_len(const AttentionParams& p) {
   if (!is_quantized(p.cache_dtype) || p.k_scale.per_token() || p.v_scale.per_token() || p.batch_invariant ||
-      p.cu_seqlens_q == nullptr)
+      p.cu_seqlens_q == nullptr || p.num_seqs == 0 || p.max_blocks == 0)
     return INT_MAX;
   const int group = p.num_heads / p.num_kv_heads, least_len = std::max(1, least_rows(p) / group);
-  const bool fits = sequences_of_copy(p, least_len) <= kMostSequences && 2 * bytes_of_copy(p, least_len) <= kMostBytes;
+  const bool fits = sequences_of_copy(p, least_len) <= kMostSequences &&
+                    2 * bytes_of_copy(p, least_len) + bytes_of_table(p) <= kMostBytes;
   return fits ? least_len : INT_MAX;
 }
 
@@ -170,7 +172,7 @@ AttentionParams launch_widen(const AttentionParams& p, QueryRange range, Workspa
   w.blocks = blocks_of_copy(p);
   w.key = workspace.scratch(bytes_of_copy(p, range.min_len));
   w.value = workspace.scratch(bytes_of_copy(p, range.min_len));
-  w.block_table = static_cast<int32_t*>(workspace.scratch(sizeof(int32_t) * p.num_seqs * w.blocks));
+  w.block_table = static_cast<int32_t*>(workspace.scratch(bytes_of_table(p)));
   w.by_block_size = Divisor(p.block_size);
   w.by_blocks = Divisor(w.blocks);
   w.by_chunks = Divisor(p.head_dim / 8);
