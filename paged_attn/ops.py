@@ -140,7 +140,7 @@ def paged_attention(
     if flags:
         options["flags"] = flags
     if forward_ad._current_level >= 0:
-        _check_no_tangent((*tensors, *options.values()))
+        _check_no_tangent((*tensors, *options.values(), out))
     if out is None:
         out, lse = _attention(*tensors, return_lse=return_lse, **options)
         if out.requires_grad:
@@ -328,7 +328,7 @@ def merge_attn_states(
     """
     operands = (output_a, lse_a, output_b, lse_b)
     if forward_ad._current_level >= 0:
-        _check_no_tangent(operands)
+        _check_no_tangent((*operands, out, out_lse))
     if out is None and out_lse is None:
         out, out_lse = _merge(*operands)
         if out.requires_grad or out_lse.requires_grad:

@@ -308,6 +308,18 @@ def test_a_tangent_is_refused(ops, op, compiled):
         function(primal)
 
 
+def test_out_with_a_tangent_is_refused(ops):
+    """It would keep the tangent of what it held before."""
+    batch = peaky_batch([20, 5, 33], device=ops.device)
+    lse = torch.zeros(batch.query.shape[:2], device=ops.device)
+    merge = partial(ops.merge_attn_states, batch.query, lse, batch.query, lse)
+    with forward_ad.dual_level():
+        out = forward_ad.make_dual(torch.zeros_like(batch.query), torch.ones_like(batch.query))
+        for call in (partial(batch.run, ops.paged_attention), merge):
+            with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+                call(out=out)
+
+
 def test_out_takes_no_gradient(ops):
     """As in torch: what is written in place would look like a constant."""
     batch = peaky_batch([20, 5, 33], device=ops.device)
