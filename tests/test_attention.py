@@ -380,6 +380,25 @@ def test_quantised_prefill_of_many_rows(attention_ops, cache_dtype, head_dim, op
     )
 
 
+@pytest.mark.parametrize(("cache_dtype", "num_kv_heads"), list(zip(QUANTISED_DTYPES, [1, 3, 5], strict=True)), ids=str)
+def test_quantised_prefill_of_many_rows_among_many_sequences(attention_ops, cache_dtype, num_kv_heads):
+    """More sequences than a warp looks at once; one has more query tokens than keys."""
+    seq_lens, query_lens = [i % 40 for i in range(70)], [1] * 70
+    for i, length in ((5, 90), (40, 30), (69, 200)):
+        seq_lens[i], query_lens[i] = length, 70
+    check_attention(
+        attention_ops,
+        seq_lens,
+        query_lens,
+        dtype=torch.bfloat16,
+        cache_dtype=cache_dtype,
+        scale_kind="head",
+        num_heads=32 * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        garbage="num_blocks",
+    )
+
+
 @pytest.mark.parametrize("window_size", [2**30 + 1, 2**31 - 1, 2**40])
 def test_window_larger_than_any_length(attention_ops, window_size):
     """Beside positions below 0, where a sequence has more query tokens than keys."""
