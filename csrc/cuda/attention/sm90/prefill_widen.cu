@@ -111,8 +111,9 @@ template <class Cache, class T>
 __global__ void __launch_bounds__(kThreads, kCtas) widen_kernel(const __grid_constant__ WidenParams p) {
   __shared__ Source sources[kMostSequences];
   __shared__ int num_sources;
-  ptx::pdl_launch_dependents();
   ptx::pdl_wait();
+  // Not before: the next kernel reads the block table through L1, where kernels ahead leave what lay there for them.
+  ptx::pdl_launch_dependents();
   if (threadIdx.x < 32) {
     const int found = find_sources(p, sources);
     if (threadIdx.x == 0) num_sources = found;
