@@ -233,6 +233,21 @@ def test_many_sequences(attention_ops, cache_dtype, num_kv_heads, query_len):
     )
 
 
+@pytest.mark.parametrize("query_len", [1, 8])
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 8])
+@pytest.mark.parametrize("seq_lens", [[5000], [70, 0, 1300]], ids=str)
+def test_wide_table(attention_ops, seq_lens, num_kv_heads, query_len):
+    """A table for 64k keys, where decode on Hopper takes columns for few sequences too."""
+    query_lens = None if query_len == 1 else [min(query_len, length) for length in seq_lens]
+    batch = peaky_batch(
+        seq_lens, query_lens, dtype=torch.bfloat16, head_dim=128, num_heads=4 * num_kv_heads, num_kv_heads=num_kv_heads
+    )
+    unused = batch.block_table.new_full((len(seq_lens), 4096 - batch.block_table.shape[1]), -1)
+    batch = replace(batch, block_table=torch.cat([batch.block_table, unused], dim=1))
+    output = batch.to(attention_ops.device).run(attention_ops.paged_attention)
+    assert_close(output, batch.expected())
+
+
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_large_scores(attention_ops, dtype, step):

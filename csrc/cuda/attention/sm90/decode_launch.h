@@ -54,10 +54,13 @@ void launch(DecodeArgs& a, Workspace& workspace, cudaStream_t stream) {
            s.strides.head % 4 == 0;
   };
   a.adjacent_scales = adjacent(p.k_scale) && adjacent(p.v_scale);
-  // With few sequences latency decides, and that suffers where neighbours read the same blocks.
-  constexpr int kColumnsFrom = sizeof(typename Traits::Cache) == 1 ? 24 : 8;  // sequences
+  // With little to read latency decides, and that suffers where neighbours read the same blocks.
+  constexpr int kColumnsFrom = Traits::kQuantized ? 24 : 8;  // sequences
+  constexpr int64_t kMuch = 64 * 1024;                       // keys, as far as the host knows
+  const bool much =
+      p.num_seqs >= kColumnsFrom || (!Traits::kQuantized && int64_t{p.num_seqs} * p.max_blocks * p.block_size >= kMuch);
   const int head_groups = p.num_kv_heads / Traits::kHeads, columns = std::gcd(num_ctas, head_groups);
-  a.columns = p.num_seqs >= kColumnsFrom && columns < num_ctas && !a.range.side_by_side ? columns : 1;
+  a.columns = much && columns < num_ctas && !a.range.side_by_side ? columns : 1;
   a.column_ctas = num_ctas / a.columns, a.column_head_groups = head_groups / a.columns;
   a.columns_inverse = 65536u / a.columns + 1;
   a.ctas_inverse = static_cast<unsigned>((uint64_t{1} << 32) / a.column_ctas) + 1;
