@@ -41,10 +41,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const bool early = a.p.metadata_ready;
   static_assert(sizeof(Walk<Traits>) <= Traits::kShareBytes);
   auto& share = *reinterpret_cast<Walk<Traits>*>(shared + Traits::kShareOffset);
-  if (producer < 0)
+  if (producer < 0) {
+    if constexpr (Traits::kMoreRegisters) ptx::take_registers<Traits::kConsumerRegisters>();
     Consumer<Traits>{a, shared}.run(ring, share);
-  else
+  } else {
+    if constexpr (Traits::kMoreRegisters) {
+      ptx::give_registers<Traits::kProducerRegisters>();
+      if (producer >= Traits::kProducers) return;
+    }
     produce<Traits>(a, producer ? &value_map : &key_map, producer, ring, share, early);
+  }
 #endif
 }
 

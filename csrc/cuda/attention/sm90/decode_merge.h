@@ -248,8 +248,8 @@ template <class Traits>
 __device__ __forceinline__ void take_published(const DecodeArgs& a, const Item& item, int first_slot_row, int row,
                                                int num_rows) {
   constexpr int kRows = Traits::kEndRows, kVectors = Partial<Traits::kHeadDim>::kVectors;
-  constexpr int kValues = Traits::kWarps == 4 || kRows * kVectors == 1 ? 16 : 8;  // held in registers
-  constexpr int kBatch = kValues / kRows / kVectors, kFew = 8;                    // pieces
+  constexpr int kValues = Traits::kWarps == 4 || Traits::kMoreRegisters || kRows * kVectors == 1 ? 16 : 8;  // held
+  constexpr int kBatch = kValues / kRows / kVectors, kFew = 8;                                              // pieces
   Partial<Traits::kHeadDim> x[kRows];
   RowPlace place;
 #pragma unroll

@@ -128,6 +128,13 @@ __device__ __forceinline__ unsigned ctas_beside_prefill(const DecodeArgs& a, uns
                   : max(1u, static_cast<unsigned>((total * static_cast<uint64_t>(gridDim.x) + all - 1) / all));
 }
 
+// Where all items have the same `tiles`: a share with which cuts meet the ends of items, if it is larger by 1/32 at
+// most.
+__device__ __forceinline__ unsigned aligned_share(unsigned share, unsigned tiles) {
+  const unsigned aligned = share < tiles ? tiles / (tiles / share) : (share + tiles - 1) / tiles * tiles;
+  return aligned <= share + share / 32 && (aligned >= tiles || tiles % aligned == 0) ? aligned : share;
+}
+
 // The share of this CTA; by whole warps.
 template <class Traits>
 __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
@@ -139,7 +146,8 @@ __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
   };
   Walk<Traits> w = {};
   if (num_seqs == 0) return w;
-  unsigned sum = cost(lane * per_lane);
+  unsigned sum = cost(lane * per_lane), first = 0;
+  if constexpr (Traits::kAlignedShares) first = __shfl_sync(~0u, sum, 0);  // of sequence 0
 #pragma unroll 4
   for (int i = 1; i < per_lane; i++) sum += cost(lane * per_lane + i);
   const unsigned inclusive = warp_inclusive_sum(sum), total = __shfl_sync(~0u, inclusive, 31);
@@ -148,6 +156,7 @@ __device__ __forceinline__ Walk<Traits> make_walk(const DecodeArgs& a) {
     const unsigned ctas = ctas_beside_prefill<Traits>(a, total);
     chunk = (total + ctas - 1) / ctas;
   }
+  if (first > 0 && total == first * num_seqs) chunk = aligned_share(chunk, first / a.column_head_groups);
   w.chunk = max(chunk, static_cast<unsigned>(a.min_share));
   const CtaPlace place = CtaPlace::of(a);
   const unsigned begin = place.index * w.chunk;

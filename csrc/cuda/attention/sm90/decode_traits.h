@@ -84,14 +84,22 @@ struct DecodeTraits {
       kFewWarps ? 4 : 8 / (kHeads * kRowGroups) / (kHeads * kRowBytes > 512 && !kQuantized ? 2 : 1);
   static constexpr int kWarps = kHeads * kSlices * kRowGroups;
   static constexpr int kProducers = 2;  // warps: one for K, one for V; a TMA instruction takes its time to issue
-  static constexpr int kThreads = 32 * (kWarps + kProducers);
+  // Where the math of the tiles counts, the consumers take the registers of a third warpgroup: that of the producers,
+  // with two idle warps.  A thread has 168 at the launch.  16 rows with scales per token gain nothing.
+  static constexpr bool kMoreRegisters = kWarps == 8 && kRows >= 16 && !(kTokenScales && kRows == 16);
+  static constexpr int kConsumerRegisters = 208, kProducerRegisters = 88;
+  static_assert(2 * kConsumerRegisters + kProducerRegisters <= 3 * 168);
+  static constexpr int kThreads = 32 * (kWarps + (kMoreRegisters ? 4 : kProducers));
   // Two where the math of an 8-bit cache decides: twice as many instructions that need not wait for each other.
   static constexpr bool kMuchMath = kRows >= 32 ? kHeadDim < 256 : kRows == 16 && kTokenScales && kHeadDim <= 128;
   static constexpr int kTokenTiles = kQuantized && kMuchMath ? 2 : 1;
   static constexpr int kTileTokens = 16 * kTokenTiles * kSlices;
+  // Where the end of a piece costs more than a share that is a little too large.
+  static constexpr bool kAlignedShares = kRows >= 32;
   // Rows that a warp finishes together at the end of a piece, kSlices apart.
   static constexpr int kEndRows = kRows == 8 ? 1 : kWarpRows / kSlices < 4 ? kWarpRows / kSlices : 4;
-  static constexpr bool kQueryInRegisters = kHeadDim * kWarpRows <= (kWarps == 4 ? 2048 : 1024);
+  static constexpr bool kQueryInRegisters =
+      kHeadDim * kWarpRows <= (kWarps == 4 || (kMoreRegisters && !kTokenScales) ? 2048 : 1024);
   // Threads of a warp that free the query rows.  With all of them racecheck sees the order; where math decides, one.
   static constexpr int kQueryArrivals = kTokenTiles == 1 ? 32 : 1;
 

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (p.range.owns_empty) write_empty_rows<typename Traits::T>(p.attention);
 
   if (Traits::kFirstProducer == 0 ? warpgroup < Traits::kProducers : warpgroup >= Traits::kFirstProducer) {
-    give_registers<Traits::kProducerRegisters>();
+    ptx::give_registers<Traits::kProducerRegisters>();
     if constexpr (Traits::kTokenScales) {
       if (warp == 0)
         produce_tiles<Traits>(p, smem);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       produce_queries<Traits>(p, smem);
     }
   } else {
-    take_registers<Traits::kConsumerRegisters>();
+    ptx::take_registers<Traits::kConsumerRegisters>();
     PrefillConsumer<Traits>(p, smem).run();
   }
 #endif
