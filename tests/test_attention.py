@@ -437,6 +437,30 @@ def test_scales_of_one_tensor_alone(attention_ops, query_len, missing):
     assert_close(batch.to(attention_ops.device).run(attention_ops.paged_attention), expected)
 
 
+@pytest.mark.parametrize("places", ["values first", "block by block", "strides of their own"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_where_quantised_keys_and_values_lie(attention_ops, head_dim, places):
+    batch = peaky_batch(
+        [300, 170],
+        [100, 40],
+        dtype=torch.bfloat16,
+        cache_dtype=torch.float8_e4m3fn,
+        scale_kind="head",
+        head_dim=head_dim,
+    )
+    expected = batch.expected()
+    batch = batch.to(attention_ops.device)
+    key, value = batch.key_cache.view(torch.uint8), batch.value_cache.view(torch.uint8)
+    if places == "values first":
+        value, key = torch.stack([value, key]).unbind(0)
+    elif places == "block by block":
+        key, value = torch.stack([key, value], 1).unbind(1)
+    else:
+        key = key.transpose(1, 2).contiguous().transpose(1, 2)
+    batch = replace(batch, key_cache=key.view(torch.float8_e4m3fn), value_cache=value.view(torch.float8_e4m3fn))
+    assert_close(batch.run(attention_ops.paged_attention), expected)
+
+
 @pytest.mark.parametrize("shape", [{}, MANY_ROWS], ids=["group_4", "group_32"])
 @pytest.mark.parametrize("query_len", [1, 140])
 @pytest.mark.parametrize("scale_kind", ["head", "token_head"])

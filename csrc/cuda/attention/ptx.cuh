@@ -180,6 +180,14 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// True in one lane of a converged warp.  The compiler knows that it is one: what follows on it needs no loop over
+// lanes.
+__device__ __forceinline__ bool elect() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected;
+}
+
 // ---- The same with transactions
 // After the inits of one thread, before the barriers are used by copies or by another CTA.
 __device__ __forceinline__ void mbarrier_init_fence() {

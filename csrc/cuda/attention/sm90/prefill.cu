@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <numeric>
 
 #include "../launch.h"
 #include "../softmax.cuh"
@@ -57,6 +58,44 @@ CUtensorMap block_map(const AttentionParams& p, const PrefillParams& q, const vo
     spec.strides = {slot_bytes, bytes(s.head, p.num_kv_heads), block_bytes, 16};
     spec.box = {static_cast<uint32_t>(spec.swizzle / element), rows, 1, 1, 1};
   }
+  return tensor_map(spec);
+}
+
+// A map of 8-bit K and V: (column, slot of 8, tensor, group of 8 slots, place), where a place is a head of a block, and
+// the two tensors are as far from each other as they happen to be.
+struct Pairs {
+  int64_t distance;                                // bytes from K to V
+  int64_t place_bytes, block_places, head_places;  // from one place, block, head to the next
+  int64_t places;
+};
+
+Pairs pairs_of(const AttentionParams& p) {
+  const auto stride = [](int64_t stride, int64_t size) { return size > 1 ? stride : 0; };
+  const int64_t block = stride(p.key_strides.block, p.num_blocks), head = stride(p.key_strides.head, p.num_kv_heads);
+  const int64_t place = std::max<int64_t>(std::gcd(block, head), 16);
+  return {reinterpret_cast<intptr_t>(p.value_cache) - reinterpret_cast<intptr_t>(p.key_cache), place, block / place,
+          head / place, ((p.num_blocks - 1) * block + (p.num_kv_heads - 1) * head) / place + 1};
+}
+
+bool mappable(const AttentionParams& p, const Pairs& pairs) {
+  const auto equal = [](int64_t a, int64_t b, int64_t size) { return size <= 1 || a == b; };
+  const BlockStrides &k = p.key_strides, &v = p.value_strides;
+  return pairs.distance != 0 && std::abs(pairs.distance) < int64_t{1} << 40 && pairs.places <= INT_MAX &&
+         equal(k.block, v.block, p.num_blocks) && equal(k.slot, v.slot, p.block_size) &&
+         equal(k.head, v.head, p.num_kv_heads);
+}
+
+CUtensorMap pair_map(const AttentionParams& p, const PrefillParams& q, const Pairs& pairs) {
+  const uint64_t slot_bytes = p.key_strides.slot;
+  TensorMapSpec spec;
+  spec.base = q.value_first ? p.value_cache : p.key_cache;
+  spec.element_size = 1;
+  spec.swizzle = p.head_dim <= 64 ? 64 : 128;
+  spec.sizes = {static_cast<uint64_t>(p.head_dim), 8, 2, static_cast<uint64_t>(p.block_size / 8),
+                static_cast<uint64_t>(pairs.places)};
+  spec.strides = {slot_bytes, static_cast<uint64_t>(std::abs(pairs.distance)), 8 * slot_bytes,
+                  static_cast<uint64_t>(pairs.place_bytes)};
+  spec.box = {static_cast<uint32_t>(spec.swizzle), 8, 2, static_cast<uint32_t>(q.box_rows / 8), 1};
   return tensor_map(spec);
 }
 
@@ -123,6 +162,15 @@ void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& works
   params.scale_log2 = p.scale * kLog2e;
   params.cap_log2 = p.softcap * kLog2e;
   params.cap_rate = p.softcap > 0.f ? p.scale / p.softcap : 0.f;
+  const Pairs pairs = pairs_of(p);
+  params.paired = quantized && !has_score_mods(params) && !p.k_scale.per_token() && mappable(p, pairs);
+  if (params.paired) {
+    params.value_first = pairs.distance < 0;
+    params.block_places = static_cast<int>(pairs.block_places);
+    params.head_places = static_cast<int>(pairs.head_places);
+    const CUtensorMap map = pair_map(p, params, pairs);
+    return launch<__half, true>(params, {map, map}, stream);
+  }
   const PrefillMaps maps = {block_map(p, params, p.key_cache, p.key_strides),
                             block_map(p, params, p.value_cache, p.value_strides)};
   if (quantized)

@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     warpgroup = uniform(warpgroup), warp = uniform(warp);
   if (threadIdx.x == 0) {
     constexpr int kReaders = 4 * Traits::kConsumers;  // warps that read a stage
-    constexpr int kKeyWriters = Traits::kQuantized ? Traits::kKeyConverters : 1;
+    constexpr int kKeyWriters =
+        !Traits::kQuantized ? 1 : Traits::kKeyConverters + (Traits::kSharedGroups > 0 ? Traits::kValueConverters : 0);
     constexpr int kValueWriters = Traits::kQuantized ? Traits::kValueConverters : 1;
     for (int i = 0; i < Traits::kStages; ++i) {
       ptx::mbarrier_init(smem.key_full(i), kKeyWriters);
@@ -44,7 +45,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (int i = 0; i < Traits::kStagingSlots; ++i) {
       ptx::mbarrier_init(smem.staging_full(i), 1);
-      ptx::mbarrier_init(smem.staging_empty(i), i % 2 ? kValueWriters : kKeyWriters);
+      constexpr int kKeys = Traits::kKeyConverters, kValues = Traits::kValueConverters;
+      ptx::mbarrier_init(smem.staging_empty(i), Traits::kPaired ? kKeys + kValues : i % 2 ? kValues : kKeys);
     }
     for (int i = 0; i < Traits::kTileSlots; ++i) {
       ptx::mbarrier_init(smem.tile_full(i), 1);

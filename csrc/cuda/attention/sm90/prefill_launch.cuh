@@ -23,10 +23,10 @@ void launch_prefill_kernel(const PrefillParams& p, const PrefillMaps& maps, cuda
 
 template <class T, int kHeadDim, bool kQuantized>
 void launch_prefill_instance(const PrefillParams& p, const PrefillMaps& maps, cudaStream_t stream) {
-  const bool score_mods = p.cap_log2 > 0.f || p.attention.alibi_slopes || !(p.scale_log2 > 0.f);
-  if (score_mods)
+  const bool token_scales = kQuantized && p.attention.k_scale.per_token();
+  if (has_score_mods(p) || (kQuantized && !token_scales && !p.paired))  // the latter for its loads
     launch_prefill_kernel<PrefillTraits<T, kHeadDim, true, kQuantized, kQuantized>>(p, maps, stream);
-  else if (kQuantized && p.attention.k_scale.per_token())
+  else if (token_scales)
     launch_prefill_kernel<PrefillTraits<T, kHeadDim, false, kQuantized, kQuantized>>(p, maps, stream);
   else
     launch_prefill_kernel<PrefillTraits<T, kHeadDim, false, kQuantized>>(p, maps, stream);

@@ -65,13 +65,20 @@ struct PrefillTraits {
   static constexpr int kChunks = kHeadDim / 8;                                    // of 16 bytes, in a row
   static constexpr int kChunkLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // lanes that share a row
 
-  // 8-bit K or V on their way: a slot holds kStagedColumns of those of one step, swizzled: [key][kStagedColumns bytes].
-  // Slots 2 i are for K, 2 i + 1 for V.
-  static constexpr int kKeyConverters = kTokenScales ? 2 : 1, kValueConverters = 2;  // warps
+  // 8-bit K and V on their way, swizzled.  kPaired: a slot holds kStagedColumns of both, as [group of 8 keys][K, V or
+  // V, K][8 keys][kStagedColumns bytes].  Otherwise slots 2 i are for K, 2 i + 1 for V: [key][kStagedColumns bytes].
+  static constexpr bool kPaired = kQuantized && !kTokenScales;
+  // Warps that convert: one K and two V, or two and two.  Of the groups of 8 keys the one for K leaves kSharedGroups to
+  // each of those for V, so that all have about as much to do.
+  static constexpr int kKeyConverters = kTokenScales ? 2 : 1, kValueConverters = 2;
+  static constexpr int kGroups = kKeys / 8;
+  static constexpr int kSharedGroups = kTokenScales || kHeadDim > 128 ? 0 : kGroups / 6;
   static constexpr int kStagedColumns = kHeadDim <= 64 ? 64 : 128;
   static constexpr int kStagedParts = (kHeadDim + kStagedColumns - 1) / kStagedColumns;
-  static constexpr int kStagedBytes = kKeys * kStagedColumns;
-  static constexpr int kStagingSlots = !kQuantized ? 0 : (kHeadDim <= 192 ? 4 : 2) * kStagedParts;
+  static constexpr int kConvertedColumns = kTokenScales ? kParts * 64 : kHeadDim;  // whole parts take fewer registers
+  static constexpr int kStagedGroupBytes = (kPaired ? 2 : 1) * 8 * kStagedColumns;
+  static constexpr int kStagedBytes = kGroups * kStagedGroupBytes;
+  static constexpr int kStagingSlots = !kQuantized ? 0 : (kHeadDim <= 192 ? 2 : 1) * (kPaired ? 1 : 2) * kStagedParts;
   // Scales of a step: float of K, half of V in units of a power of two; that unit, and the one before in units of it.
   // A consumer thread has two columns in every 8: its scales for 16 columns of K, or for 32 of V, are 16 bytes.
   static constexpr int kValueScaleOffset = kKeys * 4, kUnitOffset = kKeys * 6;

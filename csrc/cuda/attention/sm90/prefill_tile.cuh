@@ -50,7 +50,15 @@ struct PrefillParams {
   // A score is scale_log2 x q.k, in units of log2; with a soft cap, cap_log2 x tanh(cap_rate x q.k).
   float scale_log2, cap_log2, cap_rate;
   uint32_t block_inverse;  // ceil(2^32 / block_size), or 1 more
+  // 8-bit K and V in one map, a box of both: which is the first, and where a head of a block is in the last dimension.
+  bool paired, value_first;
+  int block_places, head_places;
 };
+
+// Calls that have instances of their own.
+inline bool has_score_mods(const PrefillParams& p) {
+  return p.cap_log2 > 0.f || p.attention.alibi_slopes || !(p.scale_log2 > 0.f);
+}
 
 // The steps of kKeys keys that a tile walks, from the last down to the first; none where last < first.
 struct Steps {
