@@ -1,6 +1,7 @@
 """What PyTorch asks of ops (group G): schemas, fake implementations and compilation of every registered op."""
 
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -225,6 +226,30 @@ def test_compile_with_another_batch_size(ops):
     for lengths in ([20, 5], [7, 33, 12]):
         batch = peaky_batch(lengths, device=ops.device)
         assert_same_bits(batch.run(compiled), batch.run(ops.paged_attention))
+
+
+@pytest.mark.slow
+def test_compile_with_graphs(cuda):
+    """torch.compile's own graphs: the functions, warmed up in turn, share a pool, in which no op may keep memory."""
+    few = peaky_batch([6000] * 3, dtype=torch.bfloat16, num_heads=2, head_dim=128, device=cuda)
+    many = peaky_batch([6000] * 3, [8] * 3, dtype=torch.bfloat16, num_heads=16, head_dim=128, device=cuda)
+
+    def attend_few(query: torch.Tensor) -> torch.Tensor:
+        zeros = [torch.ones(1 << size, device=cuda).cumsum(0)[-1:].to(query.dtype) * 0 for size in (18, 20, 22)]
+        return replace(few, query=query + sum(zeros)).run(paged_attn.paged_attention)
+
+    def attend_many(query: torch.Tensor) -> torch.Tensor:
+        return replace(many, query=query * 1).run(paged_attn.paged_attention)
+
+    calls = []
+    for function, batch in ((attend_few, few), (attend_many, many)):
+        expected = batch.run(paged_attn.paged_attention)
+        calls.append((torch.compile(function, mode="reduce-overhead"), batch.query, expected))
+    with torch.no_grad():
+        for turn in (0, 0, 0, 1, 0, 1, 0, 1, 0, 1):
+            compiled, query, expected = calls[turn]
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_same_bits(compiled(query).clone(), expected)
 
 
 @pytest.mark.slow

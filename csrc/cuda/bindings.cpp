@@ -3,13 +3,13 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
-#include <map>
 #include <mutex>
-#include <optional>
 #include <string>
+#include <vector>
 
 #include "../ops.h"
 #include "launchers.h"
+#include "marked_memory.h"
 
 // A torch without CUDA does not define this; weak, so that it can load the library all the same.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
@@ -19,11 +19,6 @@ namespace paged_attn {
 namespace {
 
 using torch::stable::accelerator::DeviceGuard;
-
-// torch's own check is missing from a torch without CUDA, which must be able to load the library.
-void check_cuda(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA error: ") + cudaGetErrorString(error));
-}
 
 cudaStream_t current_stream(int device) {
   void* stream = nullptr;
@@ -41,42 +36,6 @@ void order_streams(int device, cudaStream_t earlier, cudaStream_t later) {
   check_cuda(cudaEventDestroy(event));
 }
 
-struct MarkedKey {
-  int device;
-  cudaStream_t stream;
-  unsigned long long capture;  // 0: not capturing
-  bool operator<(const MarkedKey& o) const {
-    return std::tie(device, stream, capture) < std::tie(o.device, o.stream, o.capture);
-  }
-};
-
-struct MarkedMemory {
-  void* data;
-  size_t size;
-  std::optional<Tensor> tensor;  // that `data` belongs to, if it is torch's
-};
-
-// Marks that last from call to call lie outside torch's pools: in a pool that an eager call shares with graphs, they
-// could get what a graph captured earlier takes for its temporaries.  Null where the device has no memory left that
-// torch does not hold.
-void* allocate_lasting(size_t bytes, cudaStream_t stream) {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // as torch: another thread may be capturing
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode));
-  void* data = nullptr;
-  const bool allocated = cudaMallocAsync(&data, bytes, stream) == cudaSuccess;
-  if (!allocated) cudaGetLastError();
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode));
-  return allocated ? data : nullptr;
-}
-
-// A tensor taken while a graph is captured lives in the graph's pool, which outlives the handle kept here; its fill is
-// a node of the graph, so every replay starts from clean marks.
-std::mutex marked_mutex;
-std::map<MarkedKey, MarkedMemory>& marked_memories() {
-  static auto* memories = new std::map<MarkedKey, MarkedMemory>;  // never destroyed: the CUDA context may go first
-  return *memories;
-}
-
 class TorchWorkspace final : public Workspace {
  public:
   TorchWorkspace(const Tensor& on, cudaStream_t stream) : on_(on), stream_(stream) {}
@@ -86,33 +45,7 @@ class TorchWorkspace final : public Workspace {
     return scratch_.back().data_ptr();
   }
 
-  void* marked(size_t bytes) override {
-    cudaStreamCaptureStatus status;
-    unsigned long long capture = 0;
-    check_cuda(cudaStreamGetCaptureInfo(stream_, &status, &capture));
-    if (status != cudaStreamCaptureStatusActive) capture = 0;
-    const std::lock_guard<std::mutex> lock(marked_mutex);
-    auto& memories = marked_memories();
-    const MarkedKey key = {on_.get_device_index(), stream_, capture};
-    // What an ended capture on this stream used belongs to its graph alone now.
-    for (auto it = memories.begin(); it != memories.end();)
-      it = it->first.device == key.device && it->first.stream == stream_ && it->first.capture != 0 &&
-                   it->first.capture != capture
-               ? memories.erase(it)
-               : std::next(it);
-    auto found = memories.find(key);
-    if (found == memories.end() || found->second.size < bytes) {
-      MarkedMemory memory = {capture == 0 ? allocate_lasting(bytes, stream_) : nullptr, bytes, std::nullopt};
-      if (memory.data == nullptr) memory.data = memory.tensor.emplace(empty(bytes)).data_ptr();
-      check_cuda(cudaMemsetAsync(memory.data, 0xff, bytes, stream_));
-      if (found != memories.end()) {
-        if (!found->second.tensor) check_cuda(cudaFreeAsync(found->second.data, stream_));
-        memories.erase(found);
-      }
-      found = memories.emplace(key, std::move(memory)).first;
-    }
-    return found->second.data;
-  }
+  void* marked(size_t bytes) override { return marked_memory(on_, stream_, bytes); }
 
  private:
   Tensor empty(size_t bytes) const {
