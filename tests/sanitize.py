@@ -61,6 +61,15 @@ def attend_shared_stages() -> None:
     check_attention(ops, seq_lens, None, head_dim=160, cache_dtype=torch.float8_e4m3fn, scale_kind="head", **shape)
 
 
+def attend_large_tiles() -> None:
+    import paged_attn
+
+    from .conftest import Ops
+    from .test_attention import check_large_tiles
+
+    check_large_tiles(Ops(paged_attn, "cuda", "mma"))
+
+
 def move() -> None:
     """The operations on the cache."""
     import paged_attn
@@ -105,6 +114,7 @@ PARTS |= {
     f"{backend} {dtype} {kind}": partial(attend_quantised, backend, dtype, kind) for backend, (dtype, kind) in QUANTISED
 }
 PARTS["sm90 shared stages"] = attend_shared_stages
+PARTS["mma large tiles"] = attend_large_tiles
 PARTS["cache"] = move
 
 

@@ -176,6 +176,25 @@ def test_prefill_of_several_tiles(attention_ops, dtype, head_dim, option):
     )
 
 
+def check_large_tiles(ops, option="plain", dtype=torch.bfloat16, head_dim=128, block_size=16, layout="HND"):
+    """What the mma path takes its largest tiles for: sequences that fill them, in a call that fills a GPU. Most rows
+    come before the first key, which spares time."""
+    shape = {"dtype": dtype, "head_dim": head_dim, "block_size": block_size, "layout": layout}
+    check_attention(ops, [500, 70], [1500, 300], OPTIONS[option], num_heads=32, num_kv_heads=8, **shape)
+
+
+@pytest.mark.parametrize("option", ["plain", "not_causal", "window_50", "all"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_large_tiles(attention_ops, dtype, option):
+    check_large_tiles(attention_ops, option, dtype)
+
+
+@pytest.mark.parametrize("head_dim", [72, 128])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 8, 24])
+def test_large_tiles_of_any_blocks(attention_ops, block_size, head_dim):
+    check_large_tiles(attention_ops, head_dim=head_dim, block_size=block_size, layout=LAYOUTS[block_size % 3])
+
+
 @pytest.mark.parametrize("option", ["plain", "softcap"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_few_queries_on_a_long_context(attention_ops, head_dim, option):

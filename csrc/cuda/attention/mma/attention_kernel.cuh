@@ -21,6 +21,24 @@ __device__ __forceinline__ void wait_copies(int pending) {
     ptx::cp_async_wait<2>();
 }
 
+// What is the same in all lanes, said so that the assembler knows: it then counts, addresses and branches in uniform
+// registers.  Not in decode, whose loops are too short for it.
+template <class C, class T>
+__device__ __forceinline__ T uniform(T x) {
+  if constexpr (C::kDecode)
+    return x;
+  else if constexpr (std::is_pointer_v<T>)
+    return reinterpret_cast<T>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(x), 0));
+  else
+    return static_cast<T>(__shfl_sync(~0u, static_cast<int>(x), 0));
+}
+template <class C>
+__device__ __forceinline__ PieceView uniform(const PieceView& v) {
+  return {uniform<C>(v.keys),       uniform<C>(v.values),   uniform<C>(v.blocks),      uniform<C>(v.last_key),
+          uniform<C>(v.tile_begin), uniform<C>(v.tile_end), uniform<C>(v.plain_begin), uniform<C>(v.plain_end),
+          uniform<C>(v.num_rows),   uniform<C>(v.modified)};
+}
+
 // What the threads of a CTA share, in shared memory to spare their registers.  Thread 0 writes it.
 template <class C>
 struct CtaState {
@@ -95,7 +113,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
   auto& state = *reinterpret_cast<CtaState<C>*>(smem + C::kShared);
   const AttentionParams& p = args.p;
   const int thread = threadIdx.x, warp = thread / 32;
-  const int ahead = C::kRing ? TileRing<C>::kAhead : C::kMaxStages == 2 ? 1 : args.stages - 1;  // tiles in flight
+  const int ahead = C::kRing || C::kMaxStages == 2 ? 1 : args.stages - 1;  // tiles in flight
   ptx::pdl_launch_dependents();
   // With metadata_ready a plan of its own is made, and block numbers are read, before the kernel ahead has ended.
   if (!p.metadata_ready || !C::kMergesItself || args.plan.entries != nullptr) ptx::pdl_wait();
@@ -124,7 +142,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
       else if (begin + stage < view.tile_end)
         loader.load_any_tile(view, piece, stage, begin + stage, found[stage]);
       if constexpr (C::kRing)
-        ring.arrive_full(stage);
+        ring.arrive(stage);
       else
         ptx::cp_async_commit();
     }
@@ -156,23 +174,24 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
   if (state.more[0]) start(0);
   ptx::pdl_wait();  // for those that have no piece
   if (thread == 0) state.turn = state.walk.draw();
-  for (int which = 0; state.more[which]; which ^= 1) {
+  for (int which = 0; uniform<C>(state.more[which]); which ^= 1) {
     const Piece& piece = state.pieces[which];
     Rows rows;
     rows.begin(piece);
     const ScoreRule& rule = state.rules[which];
-    int stage = 0, tile = piece.tile_begin;
+    int stage = 0, tile = uniform<C>(piece.tile_begin);
     PieceView view;
+    if (C::kHoldsView) view = uniform<C>(state.views[which]);
+    if (C::kRing) __syncthreads();  // the last piece is finished before advance
 #pragma unroll 1
     do {
-      view = state.views[which];  // here, where it arrives while the barrier is waited for
+      // Here, where it arrives while the barrier is waited for.
+      if (!C::kHoldsView) view = uniform<C>(state.views[which]);
       const int next = tile + ahead;
       int next_stage = stage == 0 ? ahead : stage - 1;
       if constexpr (C::kRing) {
-        if (tile == view.tile_begin) __syncthreads();
-        ring.wait_full(stage);
-        next_stage = (stage + TileRing<C>::kAhead) % C::kMaxStages;
-        if (next < view.tile_end) ring.wait_free(next_stage);
+        ring.wait(stage);
+        next_stage = stage == C::kMaxStages - 1 ? 0 : stage + 1;
       } else {
         wait_copies(ahead - 1);
         // The tile is there for those who read it, and the stage of the tile before is free.
@@ -186,15 +205,18 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
       else if (next < view.tile_end)
         loader.load_any_tile(view, piece, next_stage, next, blocks);
       if constexpr (C::kRing) {
-        if (next < view.tile_end) ring.arrive_full(next_stage);
+        if (next < view.tile_end) ring.arrive(next_stage);
       } else {
         ptx::cp_async_commit();
       }
       if (next + 1 < view.tile_end) blocks = loader.find_blocks(view, next + 1);
-      if (thread == 0 && tile == view.tile_begin) state.advance(args, which ^ 1);
+      if (tile == view.tile_begin) {
+        if (thread == 0) state.advance(args, which ^ 1);
+        if (!C::kDecode) __syncwarp();
+      }
       if constexpr (C::kConvertsTiles) loader.convert_tile(stage);
       rows.add_tile(args, piece, rule, loader, stage, tile, view);
-      if constexpr (C::kRing) ring.arrive_free(stage);
+      if (!C::kDecode) __syncwarp();  // or the assembler takes the lanes to be apart, and nothing to be uniform
       stage = stage == (C::kRing ? C::kMaxStages - 1 : ahead) ? 0 : stage + 1;
     } while (++tile < view.tile_end);
     __syncthreads();

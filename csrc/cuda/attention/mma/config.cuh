@@ -23,7 +23,7 @@ struct KernelArgs {
   int stages;           // of the ring that K and V arrive in, at least 2
   int query_bytes;  // a copy: 16 where every row starts at a multiple of 16 bytes, else 8, else 1 (element by element)
   int cache_bytes;  // the same for K and V
-  bool plain_copies;                    // whole rows by 16 bytes
+  bool plain_copies, plain_output;      // whole rows by 16 bytes: of K and V, of the output
   bool runs_share_blocks;               // the keys of a run (Loader) lie in one block
   BlockStrides key_bytes, value_bytes;  // strides of the caches
 };
@@ -59,6 +59,8 @@ struct Config {
   static constexpr int kRows = kDecode ? kWarpRows : kWarps * kWarpRows;
   static constexpr int kKeys = !kTensorCores ? 4096 / kHeadDim : kDecode || kHeadDim <= 128 ? 64 : 32;
   static constexpr int kWarpKeys = kDecode ? kKeys / kWarps : kKeys;
+  // Whether output and scores leave registers for a PieceView through a piece.
+  static constexpr bool kHoldsView = !kDecode && kRowTiles * (kHeadDim + kKeys) < 384;
 
   // Q, K and V: rows of kRowBytes.  For ldmatrix, the 16-byte chunk c of row r lies at place c ^ (r & 7).  A tile
   // begins at a multiple of kRowBytes, so that the chunks of a row differ in address bits 4 and up alone.
@@ -67,7 +69,7 @@ struct Config {
   // What arrives in a stage: K, then V; quantised ones as they are.  kReadsBytes: see byte_swizzle.
   static constexpr int kCacheElementBytes = kQuantized ? 1 : sizeof(T);
   static constexpr int kCacheRowBytes = kHeadDim * kCacheElementBytes;
-  static constexpr int kMaxStages = kTensorCores && !kDecode && !kRing ? 2 : 4;
+  static constexpr int kMaxStages = kRing ? 3 : kTensorCores && !kDecode ? 2 : 4;
   static constexpr int kStageBytes = 2 * kKeys * kCacheRowBytes;
 
   static constexpr int kCtaStateBytes = 640, kLocalPlanBytes = 4160;  // at least sizeof(CtaState), sizeof(LocalPlan)
@@ -78,7 +80,7 @@ struct Config {
   static constexpr int kShared = kQueryScales + (kScaledQuery ? kRows * 4 : 0);                        // CtaState
   static constexpr int kStates = kShared + kCtaStateBytes;  // float2 [kWarps][kWarpRows]
   static constexpr int kBarriers = kStates + (kDecode || !kTensorCores ? kWarps * kWarpRows * 8 : 0);  // TileRing
-  static constexpr int kPlan = kBarriers + (kRing ? 2 * kMaxStages * 8 : 0);                           // LocalPlan
+  static constexpr int kPlan = kBarriers + (kRing ? kMaxStages * 8 : 0);                               // LocalPlan
   static constexpr int kStages = (kPlan + (kLocalPlan ? kLocalPlanBytes : 0) + 511) / 512 * 512;
   static constexpr int kScaleBytes = kQuantized ? 2 * kKeys * 4 : 0;
   static constexpr int smem_bytes(int stages) { return kStages + stages * (kStageBytes + kScaleBytes); }

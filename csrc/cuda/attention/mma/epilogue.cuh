@@ -29,6 +29,23 @@ __device__ __forceinline__ void store_scaled(T* out, float4 x, float scale) {
   }
 }
 
+// A row of the output: where it begins, and what its unnormalised elements are multiplied by; 0: no key was seen.
+template <class T>
+struct OutputRow {
+  T* out;
+  float scale;
+};
+// Of a token of a piece that is the whole item.  `maximum` is in log2 units; one of the threads that share the row
+// stores the LSE.
+template <class T>
+__device__ __forceinline__ OutputRow<T> output_row(const AttentionParams& p, const PlanEntry& e, int token, int head,
+                                                   float maximum, float sum, bool stores_lse) {
+  const RowEnd end = finish_row(maximum, sum, p.sinks ? p.sinks + head : nullptr);
+  T* out = static_cast<T*>(p.out) + (e.q_begin + token) * p.out_strides.token + head * p.out_strides.head;
+  if (p.lse && stores_lse) p.lse[static_cast<int64_t>(e.q_begin + token) * p.num_heads + head] = end.lse;
+  return {out, end.output_scale};
+}
+
 // Stores rows of a piece: into the output where the piece is the whole item, else into the partials.
 template <class T>
 class Writer {
@@ -43,10 +60,7 @@ class Writer {
     const int packed = e.first_row + row, token = group_.quotient(packed);
     const int head = piece_.head * group_.value + packed - token * group_.value;
     if (piece_.whole()) {
-      const RowEnd end = finish_row(maximum, sum, p_.sinks ? p_.sinks + head : nullptr);
-      scale_ = end.output_scale;
-      out_ = static_cast<T*>(p_.out) + (e.q_begin + token) * p_.out_strides.token + head * p_.out_strides.head;
-      if (p_.lse && stores_state) p_.lse[static_cast<int64_t>(e.q_begin + token) * p_.num_heads + head] = end.lse;
+      row_ = output_row<T>(p_, e, token, head, maximum, sum, stores_state);
     } else {
       const int64_t r = partials_.units.tiles > 0
                             ? partials_.unit_row(p_, e, token, head, partials_.units.index(piece_.tile_begin))
@@ -55,21 +69,11 @@ class Writer {
       if (stores_state) partials_.state[r] = make_float2(maximum, sum);
     }
   }
-  // Columns d, d + kStep, ...: four each.
-  template <int kStep, int kCount>
-  __device__ void store_row(int d, const float4 (&x)[kCount]) const {
-    if (piece_.whole() && reinterpret_cast<uintptr_t>(out_) % 8 == 0 && p_.head_dim == kStep * kCount) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) *reinterpret_cast<uint2*>(out_ + d + i * kStep) = scaled<T>(x[i], scale_);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) store(d + i * kStep, x[i]);
-    }
-  }
+  // Four columns, from d on.
   __device__ void store(int d, float4 x) const {
     if (d >= p_.head_dim) return;
     if (piece_.whole()) {
-      store_scaled(out_ + d, x, scale_);
+      store_scaled(row_.out + d, x, row_.scale);
     } else {
       *reinterpret_cast<float4*>(partial_ + d) = x;
     }
@@ -81,9 +85,8 @@ class Writer {
   const Partials& partials_;
   const Piece& piece_;
   const Divisor& group_;
-  T* out_ = nullptr;
+  OutputRow<T> row_ = {};
   float* partial_ = nullptr;
-  float scale_ = 0.f;
 };
 
 }  // namespace paged_attn::mma

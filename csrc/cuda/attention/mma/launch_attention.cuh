@@ -84,6 +84,9 @@ void launch_attention(KernelArgs args, bool splits_rows, Workspace& workspace, c
   args.runs_share_blocks = p.block_size % Loader<C>::kRunRows == 0;
   const bool counted = counts_in_chunks(p, args.key_bytes) && counts_in_chunks(p, args.value_bytes);
   args.plain_copies = args.cache_bytes == 16 && p.head_dim == C::kHeadDim && (args.runs_share_blocks || counted);
+  const int size = element_size(p.dtype);
+  args.plain_output = p.head_dim == C::kHeadDim &&
+                      copy_bytes({p.out}, {p.out_strides.token, p.out_strides.head}, p.head_dim * size, size) == 16;
   if (!counted) args.cache_bytes = std::min(args.cache_bytes, 8);  // of other tiles
   // Exactly `ctas` CTAs an SM: were there room for more, a grid that starts early could double up on some SMs.
   const int smem_bytes =

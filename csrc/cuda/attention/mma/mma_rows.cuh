@@ -29,7 +29,7 @@ class MmaRows {
     const AttentionParams& p = args.p;
     const int warp = threadIdx.x / 32;
     const int row0 = C::kDecode ? 0 : warp * C::kWarpRows, key0 = C::kDecode ? warp * C::kWarpKeys : 0;
-    if (!C::kDecode && row0 >= view.num_rows) return;
+    if (!C::kDecode && !C::kRing && row0 >= view.num_rows) return;
     const bool plain = view.plain(tile) && !view.modified;
     const int first_key = tile * C::kKeys + key0;
     const uint32_t keys = loader.tile_address(stage) + key0 * (C::kReadsBytes ? C::kCacheRowBytes : C::kRowBytes);
@@ -216,34 +216,27 @@ class MmaRows {
   }
 
   // Scores become probabilities against the row's reference, its maximum: the largest is exactly 1, and rounding it to
-  // T costs nothing.  A tile in which no row's maximum grows changes neither out nor sum and needs no lane's
-  // neighbours.
+  // T costs nothing.  16 rows none of whose maxima grows change neither out nor sum and need no lane's neighbours.
   __device__ void softmax(Scores& s, const Maxima& largest, float rate) {
-    bool grows = false;
 #pragma unroll
-    for (int m = 0; m < C::kRowTiles; ++m)
+    for (int m = 0; m < C::kRowTiles; ++m) {
+      const bool grows = largest[m][0] * rate > reference_[m][0] || largest[m][1] * rate > reference_[m][1];
+      if (!__any_sync(~0u, grows)) continue;
+      float factor[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) grows |= largest[m][h] * rate > reference_[m][h];
-    if (__any_sync(~0u, grows)) {
-      float factor[C::kRowTiles][2];
+      for (int h = 0; h < 2; ++h) {
+        float x = largest[m][h];
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+        const float reference = fmaxf(reference_[m][h], x * rate);
+        factor[h] = ptx::exp2(reference_[m][h] - exp2_reference(reference));
+        reference_[m][h] = reference;
+        sum_[m][h] *= factor[h];
+      }
 #pragma unroll
-      for (int m = 0; m < C::kRowTiles; ++m)
+      for (int n = 0; n < kDimTiles; ++n)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float x = largest[m][h];
-          x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-          x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-          const float reference = fmaxf(reference_[m][h], x * rate);
-          factor[m][h] = ptx::exp2(reference_[m][h] - exp2_reference(reference));
-          reference_[m][h] = reference;
-          sum_[m][h] *= factor[m][h];
-        }
-#pragma unroll
-      for (int m = 0; m < C::kRowTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < kDimTiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) out_[m][n][i] *= factor[m][i / 2];
+        for (int i = 0; i < 4; ++i) out_[m][n][i] *= factor[i / 2];
     }
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m)
@@ -363,6 +356,10 @@ class MmaRows {
   // The warps hold different rows.
   __device__ void store_rows(const KernelArgs& args, const Piece& piece, float value_scale) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (args.plain_output && piece.whole()) {
+      store_whole_rows(args, piece, value_scale);
+      return;
+    }
     Writer<typename C::T> writer(args, {C::kRows, C::kKeys}, piece);
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m)
@@ -382,7 +379,52 @@ class MmaRows {
           const float y = __shfl_xor_sync(~0u, odd ? low.y : high.y, 1);
           fours[n / 2] = odd ? make_float4(x, y, high.x, high.y) : make_float4(low.x, low.y, x, y);
         }
-        if (stored) writer.template store_row<16>(odd * 8 + lane % 4 / 2 * 4, fours);
+        if (!stored) continue;
+#pragma unroll
+        for (int n = 0; n < kDimTiles; n += 2) writer.store((n + odd) * 8 + lane % 4 / 2 * 4, fours[n / 2]);
+      }
+  }
+  // The same, 16 bytes at once: of four column tiles, four neighbouring lanes hold two columns each, and take a tile
+  // each.
+  __device__ void store_whole_rows(const KernelArgs& args, const Piece& piece, float value_scale) {
+    using Out = typename C::T;
+    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * C::kWarpRows + lane / 4;
+    OutputRow<Out> rows[C::kRowTiles][2];
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = row0 + m * 16 + h * 8;
+        const bool stored = row < piece.num_rows;
+        const RowPlace place(args, piece, stored ? row : 0);
+        rows[m][h] = output_row<Out>(args.p, piece.entry, place.token, place.head, reference_[m][h], sum_[m][h],
+                                     stored && lane % 4 == 0);
+      }
+    const bool odd = lane % 2 == 1, high = lane % 4 >= 2;
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const OutputRow<Out>& row = rows[m][h];
+        const uint32_t seen = row.scale == 0.f ? 0 : ~0u;
+        uint32_t pairs[kDimTiles];
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n)
+          pairs[n] = ptx::pack<Out>(out_[m][n][h * 2] * value_scale * row.scale,
+                                    out_[m][n][h * 2 + 1] * value_scale * row.scale) &
+                     seen;
+#pragma unroll
+        for (int n = 0; n < kDimTiles; n += 4) {
+          const uint32_t x = __shfl_xor_sync(~0u, odd ? pairs[n] : pairs[n + 1], 1);
+          const uint32_t y = __shfl_xor_sync(~0u, odd ? pairs[n + 2] : pairs[n + 3], 1);
+          const uint2 low_tile = odd ? make_uint2(x, pairs[n + 1]) : make_uint2(pairs[n], x);
+          const uint2 high_tile = odd ? make_uint2(y, pairs[n + 3]) : make_uint2(pairs[n + 2], y);
+          const uint32_t z0 = __shfl_xor_sync(~0u, high ? low_tile.x : high_tile.x, 2);
+          const uint32_t z1 = __shfl_xor_sync(~0u, high ? low_tile.y : high_tile.y, 2);
+          if (row0 + m * 16 + h * 8 < piece.num_rows)
+            *reinterpret_cast<uint4*>(row.out + (n + lane % 4) * 8) =
+                high ? make_uint4(z0, z1, high_tile.x, high_tile.y) : make_uint4(low_tile.x, low_tile.y, z0, z1);
+        }
       }
   }
 

@@ -29,12 +29,14 @@ __device__ inline ScoreRule score_rule(const AttentionParams& p, int head) {
 
 // Row `row` of a piece's tile.
 struct RowPlace {
-  int head, position;      // query head; of the token in its sequence
+  int token, head;         // of this call's tokens of the sequence; query head
+  int position;            // of the token in its sequence
   int key_begin, key_end;  // the keys it sees
 
   __device__ RowPlace(const KernelArgs& args, const Piece& piece, int row) {
     const AttentionParams& p = args.p;
-    const int packed = piece.entry.first_row + row, token = args.heads.group.quotient(packed);
+    const int packed = piece.entry.first_row + row;
+    token = args.heads.group.quotient(packed);
     head = piece.head * args.heads.group.value + packed - token * args.heads.group.value;
     position = piece.entry.seq_len - piece.entry.q_len + token;
     key_begin = p.window_size > 0 ? position - p.window_size + 1 : 0;

@@ -1,8 +1,6 @@
 // Launches the kernel of one 16-bit type and head dimension; one .cu an instance.
 #pragma once
 
-#include <climits>
-
 #include "launch_attention.cuh"
 
 namespace paged_attn::mma {
@@ -22,16 +20,13 @@ void launch_tensor_core(const AttentionParams& p, QueryRange range, bool decode,
         return launch_attention<WideDecode>(args, decode, workspace, stream, device);
     }
     if constexpr (kHeadDim == 128 && !decltype(quantized)::value) {
-      // Where rows fill the multiprocessors, those of a tile see the same tiles of keys, and there may be many of
-      // these: nothing runs beside the start and the end of a piece.
+      // Where sequences fill tiles, tiles the multiprocessors, and few of a tile's keys lie on the diagonal.
       using WidePrefill = Config<T, kHeadDim, false, false, 16, 8>;
       constexpr int64_t kRows = WidePrefill::kRows;
-      const int64_t keys =
-          std::min(int64_t{p.max_blocks} * p.block_size, int64_t{p.window_size > 0 ? p.window_size : INT_MAX});
-      const bool wide = !decode && 2 * int64_t{p.num_tokens} * p.num_heads >= 3 * kRows * device.sm_count &&
-                        p.num_tokens >= int64_t{2048} * p.num_seqs && keys >= 4096 &&
-                        kRows <= WidePrefill::kKeys * args.heads.group.value && args.query_bytes == 16 &&
-                        args.cache_bytes == 16;
+      const int64_t group = args.heads.group.value;
+      const bool wide = !decode && p.num_tokens * group >= kRows * p.num_seqs &&
+                        2 * int64_t{p.num_tokens} * p.num_heads >= 3 * kRows * device.sm_count &&
+                        kRows <= 128 * group && args.query_bytes == 16 && args.cache_bytes == 16;
       if (wide && stages_that_fit<WidePrefill>(device, 1) == WidePrefill::kMaxStages)
         return launch_attention<WidePrefill>(args, decode, workspace, stream, device);
     }

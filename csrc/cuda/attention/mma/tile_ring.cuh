@@ -1,41 +1,28 @@
-// Who may read and write a stage of K and V, without a barrier of all warps at every tile.
+// When a stage of K and V may be read and written, without a barrier of all warps at every tile.
 #pragma once
 
 #include "../ptx.cuh"
 
 namespace paged_attn::mma {
 
-// Stages in shared memory, each with two barriers there: `full`, on which the copies of all threads arrive, and `free`,
-// on which a warp arrives that has read the stage.  Stages are filled kLag tiles after they have become free, so that a
-// warp may be so many tiles ahead of another one.
+// Three stages in shared memory, each with a barrier there on which the copies of all threads arrive.  A warp copies
+// tile t + 1 when it has read tile t - 1: once all copies of tile t have arrived, all warps have read tile t - 2, and
+// its stage is free for tile t + 1.  So a warp may be almost a tile ahead of another one.
 template <class C>
 class TileRing {
  public:
-  static constexpr int kLag = 2, kAhead = C::kMaxStages - kLag;
-
   __device__ explicit TileRing(uint32_t barriers) : barriers_(barriers), phases_(0) {}
 
   // By one thread, before a barrier of all.
   __device__ void init() const {
-    for (int stage = 0; stage < C::kMaxStages; ++stage) {
-      ptx::mbarrier_init(barriers_ + stage * 16, C::kThreads);
-      ptx::mbarrier_init(barriers_ + stage * 16 + 8, C::kWarps);
-    }
+    for (int stage = 0; stage < C::kMaxStages; ++stage) ptx::mbarrier_init(barriers_ + stage * 8, C::kThreads);
   }
 
-  __device__ void wait_full(int stage) {
-    ptx::mbarrier_wait(barriers_ + stage * 16, phases_ >> stage & 1);
-    phases_ ^= 1u << stage;
-  }
-  // For what was in it when this warp read it last.
-  __device__ void wait_free(int stage) const {
-    ptx::mbarrier_wait(barriers_ + stage * 16 + 8, (phases_ >> stage & 1) ^ 1);
-  }
   // All copies of this thread so far.
-  __device__ void arrive_full(int stage) const { ptx::cp_async_mbarrier_arrive(barriers_ + stage * 16); }
-  __device__ void arrive_free(int stage) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barriers_ + stage * 16 + 8);
+  __device__ void arrive(int stage) const { ptx::cp_async_mbarrier_arrive(barriers_ + stage * 8); }
+  __device__ void wait(int stage) {
+    ptx::mbarrier_wait(barriers_ + stage * 8, phases_ >> stage & 1);
+    phases_ ^= 1u << stage;
   }
 
  private:
