@@ -176,8 +176,8 @@ def write_kv(
         slot_mapping: int64 or int32 ``[num_slots]`` with ``num_slots <= num_tokens``; negative to skip a row. Rows of
             ``key`` past ``num_slots`` are ignored.
         k_scale, v_scale: for a quantised cache, float32 of one element or ``[num_kv_heads]``, which are read; or
-            ``[num_blocks, block_size, num_kv_heads]``, which are written: the row's largest magnitude over the largest
-            finite value of the cache's dtype.
+            ``[num_blocks, block_size, num_kv_heads]``, which are written: the row's largest finite magnitude over the
+            largest finite value of the cache's dtype, 1 where it has none above zero.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together; on the CPU also a slot past the end.
