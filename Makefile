@@ -7,6 +7,8 @@ JOBS ?= 2
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+FORMATTERS := $(VENV)/.formatters
+NATIVE := $(shell find csrc tests bench -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 
 .PHONY: demo test build lint format gates ctest sanitize clean
@@ -32,16 +34,19 @@ $(INSTALLED): $(VENV)/.environment $(SOURCES)
 	$(PY) -m pip install --quiet --no-build-isolation ".[demo,test,plot,bench]"
 	touch $@
 
-lint: $(VENV)/.environment
+$(FORMATTERS): $(VENV)/.environment
 	$(PY) -m pip install --quiet ruff clang-format
+	touch $@
+
+lint: $(FORMATTERS)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format --dry-run --Werror
+	$(VENV)/bin/clang-format --dry-run --Werror $(NATIVE)
 
-format:
+format: $(FORMATTERS)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	find csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format -i
+	$(VENV)/bin/clang-format -i $(NATIVE)
 
 ctest: $(VENV)/.environment
 	cmake -S tests/host -B build/host-tests -DCMAKE_BUILD_TYPE=Debug

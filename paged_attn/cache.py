@@ -18,7 +18,7 @@ try:
     from ._host import OutOfBlocks
 except ImportError as error:
     raise ImportError(
-        "paged_attn._host is not built for this Python: run `pip install .` or `python setup.py build_ext --inplace`"
+        "paged_attn._host is not built for this Python: run `pip install -e .` or `python setup.py build_ext --inplace`"
     ) from error
 from . import capacity, pool_view
 from ._staging import Staging

@@ -32,7 +32,7 @@ def _load_library() -> None:
     library = Path(__file__).parent / "_C.abi3.so"
     if not library.exists():
         raise ImportError(
-            f"{library} is missing: build it with `pip install .` or `python setup.py build_ext --inplace`"
+            f"{library} is missing: build it with `pip install -e .` or `python setup.py build_ext --inplace`"
         )
     torch.ops.load_library(str(library))
 

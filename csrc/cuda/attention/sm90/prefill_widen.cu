@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(kThreads, kCtas) widen_kernel(const __grid_con
   __shared__ Source sources[kMostSequences];
   __shared__ int num_sources;
   ptx::pdl_wait();
-  // Not before: the next kernel reads the block table through L1, where kernels ahead leave what lay there for them.
+  // Not before the wait: the next kernel reads the copy's block table through L1, and a kernel ahead that still ran
+  // could leave there what lay at that address for it.
   ptx::pdl_launch_dependents();
   if (threadIdx.x < 32) {
     const int found = find_sources(p, sources);
