@@ -41,12 +41,12 @@ $(FORMATTERS): $(VENV)/.environment
 lint: $(FORMATTERS)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(VENV)/bin/clang-format --dry-run --Werror $(NATIVE)
+	@$(VENV)/bin/clang-format --dry-run --Werror $(NATIVE)
 
 format: $(FORMATTERS)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(VENV)/bin/clang-format -i $(NATIVE)
+	@$(VENV)/bin/clang-format -i $(NATIVE)
 
 ctest: $(VENV)/.environment
 	cmake -S tests/host -B build/host-tests -DCMAKE_BUILD_TYPE=Debug
