@@ -1,4 +1,4 @@
-// Sums over the lanes of a warp.
+// Sums over the lanes of a warp; what is the same in all of them.
 #pragma once
 
 namespace paged_attn {
@@ -13,6 +13,12 @@ __device__ __forceinline__ T warp_inclusive_sum(T x) {
     if (lane >= d) x += below;
   }
   return x;
+}
+
+// What is the same in all lanes, said so that the assembler knows: in a uniform register.
+template <class T>
+__device__ __forceinline__ T uniform(T x) {
+  return __shfl_sync(~0u, x, 0);
 }
 
 }  // namespace paged_attn

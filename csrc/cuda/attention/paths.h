@@ -35,8 +35,9 @@ void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& works
 // From how many query tokens on a sequence is prefilled faster from a copy of its part of an 8-bit cache in the type of
 // the query; INT_MAX: none is.
 int widened_len(const AttentionParams& p);
-// Makes that copy for the sequences of at least range.min_len query tokens; returns what launch_prefill takes for them.
-AttentionParams launch_widen(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream);
+// Makes that copy for the sequences of at least `least_len` query tokens, 1 or more; returns what launch_prefill takes
+// for them.
+AttentionParams launch_widen(const AttentionParams& p, int least_len, Workspace& workspace, cudaStream_t stream);
 // What launch_prefill takes of the workspace's marked memory on the current device, rounded up to an alignment for all.
 size_t prefill_marked_bytes();
 

@@ -2,6 +2,7 @@
 // its choice, mma_rows.cuh and fma_rows.cuh for the mathematics.
 #pragma once
 
+#include "../../warp.cuh"
 #include "../empty_rows.cuh"
 #include "fma_rows.cuh"
 #include "merge_row.cuh"
@@ -21,16 +22,15 @@ __device__ __forceinline__ void wait_copies(int pending) {
     ptx::cp_async_wait<2>();
 }
 
-// What is the same in all lanes, said so that the assembler knows: it then counts, addresses and branches in uniform
-// registers.  Not in decode, whose loops are too short for it.
+// Prefill counts, addresses and branches in uniform registers.  Not so decode, whose loops are too short for it.
 template <class C, class T>
 __device__ __forceinline__ T uniform(T x) {
   if constexpr (C::kDecode)
     return x;
   else if constexpr (std::is_pointer_v<T>)
-    return reinterpret_cast<T>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(x), 0));
+    return reinterpret_cast<T>(paged_attn::uniform(reinterpret_cast<unsigned long long>(x)));
   else
-    return static_cast<T>(__shfl_sync(~0u, static_cast<int>(x), 0));
+    return static_cast<T>(paged_attn::uniform(static_cast<int>(x)));
 }
 template <class C>
 __device__ __forceinline__ PieceView uniform(const PieceView& v) {

@@ -29,12 +29,6 @@ __device__ __forceinline__ T forget(T& x) {
   return x;
 }
 
-// What is the same in all lanes, in a uniform register, where wgmma wants its descriptors.
-template <class T>
-__device__ __forceinline__ T uniform(T x) {
-  return __shfl_sync(~0u, x, 0);
-}
-
 struct PrefillParams {
   AttentionParams attention;
   QueryRange range;

@@ -26,7 +26,7 @@ constexpr int kThreads = 256, kCtas = 4;  // of a multiprocessor
 
 struct WidenParams {
   AttentionParams attention;
-  QueryRange range;
+  int least_len;                                // query tokens of a sequence that is copied
   void *key, *value;                            // [sequences, blocks, num_kv_heads, kBlockSize, head_dim]
   int32_t* block_table;                         // [num_seqs, blocks]
   int sequences, blocks;                        // blocks: of a sequence
@@ -51,7 +51,7 @@ __device__ int find_sources(const WidenParams& p, Source* sources) {
       seq_len = a.seq_lens[seq * a.seq_lens_stride];
       q_len = a.cu_seqlens_q[(seq + 1) * a.cu_seqlens_q_stride] - a.cu_seqlens_q[seq * a.cu_seqlens_q_stride];
     }
-    const bool mine = seq_len > 0 && q_len >= p.range.min_len && q_len <= p.range.max_len;
+    const bool mine = seq_len > 0 && q_len >= p.least_len;
     const unsigned all = __ballot_sync(~0u, mine);
     const int rank = found + __popc(all & ((1u << lane) - 1));
     if (mine && rank < p.sequences)
@@ -166,14 +166,14 @@ int widened_len(const AttentionParams& p) {
   return fits ? least_len : INT_MAX;
 }
 
-AttentionParams launch_widen(const AttentionParams& p, QueryRange range, Workspace& workspace, cudaStream_t stream) {
+AttentionParams launch_widen(const AttentionParams& p, int least_len, Workspace& workspace, cudaStream_t stream) {
   WidenParams w;
   w.attention = p;
-  w.range = range;
-  w.sequences = sequences_of_copy(p, range.min_len);
+  w.least_len = least_len;
+  w.sequences = sequences_of_copy(p, least_len);
   w.blocks = blocks_of_copy(p);
-  w.key = workspace.scratch(bytes_of_copy(p, range.min_len));
-  w.value = workspace.scratch(bytes_of_copy(p, range.min_len));
+  w.key = workspace.scratch(bytes_of_copy(p, least_len));
+  w.value = workspace.scratch(bytes_of_copy(p, least_len));
   w.block_table = static_cast<int32_t*>(workspace.scratch(bytes_of_table(p)));
   w.by_block_size = Divisor(p.block_size);
   w.by_blocks = Divisor(w.blocks);
