@@ -123,6 +123,7 @@ class PrefillConsumer : PrefillRows<Traits> {
     for (int r = 0; r < 2; r += kRowsAtOnce) find_maxima<true>(r), exponentiate(r);
     if constexpr (!Traits::kEarlyOutput) pack();
     ++steps_;
+    if constexpr (Traits::kLeanSteps) clear_values(step + 1);
     while (step >= tiles_.steps().first) {
       forget(tiles_.position.count);  // addresses of the tile
       if (!is_full(step)) {
@@ -156,7 +157,8 @@ class PrefillConsumer : PrefillRows<Traits> {
       find_maxima<kMasked>(0);
       change_unit();
       if constexpr (Traits::kLateTurn) pass_turn();
-      hold<Traits::kProducers == 2>(output_rescale_[0] + output_rescale_[kRowsAtOnce - 1]);
+      const auto& found = Traits::kLeanSteps ? offset_ : output_rescale_;
+      hold<Traits::kProducers == 2>(found[0] + found[kRowsAtOnce - 1]);
       wait_for_output();
       load_value_scales();
 #pragma unroll
@@ -175,6 +177,7 @@ class PrefillConsumer : PrefillRows<Traits> {
       pack();
     }
     ++steps_;
+    if constexpr (Traits::kLeanSteps && kMasked) clear_values(step);
   }
 
   __device__ __forceinline__ void wait_for_output() {
@@ -195,7 +198,7 @@ class PrefillConsumer : PrefillRows<Traits> {
   __device__ __forceinline__ void issue_scores() {
     ptx::mbarrier_wait(smem_.key_full(key().slot()), key().parity());
     take_turn();
-    const uint64_t keys = matrix_descriptor(smem_.key(key().slot()), 16, Traits::kRowGroupBytes);
+    const uint64_t keys = stage_descriptor(smem_.key(0), key().slot(), 16);
     uint32_t query_address = smem_.query(query().slot(), warpgroup());
     if constexpr (kMakesUniform) query_address = uniform(query_address);
     const uint64_t queries = matrix_descriptor(query_address, 16, 1024);
@@ -214,9 +217,9 @@ class PrefillConsumer : PrefillRows<Traits> {
 
   __device__ __forceinline__ void issue_output(int step) {
     ptx::mbarrier_wait(smem_.value_full(value().slot()), value().parity());
-    if constexpr (!Traits::kQuantized)  // else they were cleared when they were converted
+    if constexpr (!Traits::kQuantized && !Traits::kLeanSteps)  // else they were cleared before
       if (!is_full(step)) clear_values(step);
-    const uint64_t values = matrix_descriptor(smem_.value(value().slot()), Traits::kPartBytes, Traits::kRowGroupBytes);
+    const uint64_t values = stage_descriptor(smem_.value(0), value().slot(), Traits::kPartBytes);
     pin(o_);
     pin(p_frag_);
     wgmma_fence();
@@ -235,12 +238,20 @@ class PrefillConsumer : PrefillRows<Traits> {
     wgmma_commit();
   }
 
-  // Rows of V that are no token's, or that no query token of the sequence sees, may hold NaN, and 0 x NaN is NaN.  Both
-  // warpgroups clear them, each before its own use.
+  // Of K or V, whose first stage is at `stages`.
+  __device__ __forceinline__ uint64_t stage_descriptor(uint32_t stages, int slot, int column_stride) const {
+    if constexpr (Traits::kLeanSteps)
+      return matrix_descriptor(stages, column_stride, Traits::kRowGroupBytes) + slot * (Traits::kStageBytes / 16);
+    return matrix_descriptor(stages + slot * Traits::kStageBytes, column_stride, Traits::kRowGroupBytes);
+  }
+
+  // Rows of V that are no token's, or that no query token of the sequence sees, may hold NaN, and 0 x NaN is NaN.  They
+  // are in masked steps alone.  Both warpgroups clear them, each before its own use.
   __device__ __forceinline__ void clear_values(int step) {
     const TileRows tile = tiles_.rows();
     const int begin = first_visible_key(p_.attention, tile) - step * kKeys, end = tile.seq_len - step * kKeys;
     if (begin <= 0 && end >= kKeys) return;
+    if constexpr (Traits::kLeanSteps) ptx::mbarrier_wait(smem_.value_full(value().slot()), value().parity());
     constexpr int kChunks = 8 * Traits::kParts;  // whole parts, since chunks are swizzled
     for (int i = threadIdx.x % 128; i < kKeys * kChunks; i += 128) {
       const int row = i % kKeys, chunk = i / kKeys;

@@ -36,6 +36,9 @@ struct PrefillTraits {
   static constexpr bool kReleasesQuery = kQuantized && kQueryInRegisters;
   static constexpr bool kLateTurn = kHeadDim <= 96 && !kQuantized && !kScoreMods;        // until the maxima are found
   static constexpr bool kEarlyOutput = kLateTurn || (kHeadDim > 64 && kHeadDim <= 192);  // P V ends with the maxima
+  // Where the fixed costs of a step weigh most, a full step neither asks whether V is to be cleared, which masked steps
+  // do at their end, nor makes descriptors anew, nor waits for O with the factors of its rescaling in hand.
+  static constexpr bool kLeanSteps = kHeadDim <= 64 && !kQuantized && !kScoreMods;
   static constexpr int kRowsAtOnce =
       !kEarlyOutput || (kLateTurn && kHeadDim > 64) ? 1 : 2;  // of a thread's two, in softmax
   static constexpr int kQueryBuffers = kHeadDim > 128 || kQuantized ? 1 : 2;
