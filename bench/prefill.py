@@ -4,7 +4,8 @@ A case ``S x q on L`` has S sequences of L tokens in the cache whose last q are 
 head_dim for every visible (query, key) pair. FlashInfer runs on the same blocks where it can be imported; torch's flash
 and cuDNN attention run on contiguous keys and values, one for every query head. All kernels of a case take turns in
 random order: the chip is at its power cap, and the clock is part of the result. The section ``quantised`` sets
-8-bit caches beside the unquantised one.
+8-bit caches beside the unquantised one, ``head dims`` one head_dim beside another: what needs less power has the higher
+clock there, and turns are long enough for each to have its own.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ QUANTISED = {
     "int8": {"cache_dtype": torch.int8},
     "e4m3, scales a token": {"cache_dtype": torch.float8_e4m3fn, "scale_kind": "token_head"},
 }
+HEAD_DIMS = (64, 96, 128, 192, 256)
+LONG_TURN_MS = 200.0  # the clock follows the power within some tens of milliseconds
 QUANTISED_VARIANTS = ("D 64", "D 96", "D 192", "D 256", "NHD", "soft cap")
 INVARIANT = [replace(case, name=f"{case.name}, batch invariant", options={"batch_invariant": True}) for case in VERIFY]
 
@@ -295,11 +298,41 @@ def measure_quantised(case: Case, rounds: int) -> dict[str, object]:
     every |= {name: Inputs(replace(case, **change)) for name, change in QUANTISED.items()}
     sets = min(inputs.sets for inputs in every.values())
     kernels = {name: inputs.ours(case.backend) for name, inputs in every.items()}
-    times = common.time_kernels(kernels, sets=sets, rounds=rounds)
+    times = common.time_kernels(kernels, sets=sets, rounds=rounds, min_ms=LONG_TURN_MS)
     row: dict[str, object] = {"case": case.name} | {f"{name} us": timing for name, timing in times.items()}
     row["least speed of unquantised"] = times["unquantised"].us / max(timing.us for timing in times.values())
     torch.cuda.empty_cache()
     return row
+
+
+def measure_head_dims(base: Case, rounds: int) -> list[dict[str, object]]:
+    """The same case with every head_dim of HEAD_DIMS, all in turns, beside torch's own attention."""
+    cases = {head_dim: replace(base, head_dim=head_dim) for head_dim in HEAD_DIMS}
+    inputs = {head_dim: Inputs(case) for head_dim, case in cases.items()}
+    kernels: dict[str, common.Kernel] = {}
+    for head_dim, one in inputs.items():
+        kernels[f"ours {head_dim}"] = one.ours(base.backend)
+        for kind, name in (("cudnn", "torch cuDNN"), ("flash", "torch flash")):
+            peer = one.torch_attention(kind)
+            try:
+                peer(0)
+            except RuntimeError as error:
+                print(f"{name}, head_dim {head_dim}, left out: {str(error).splitlines()[0]}")
+                continue
+            kernels[f"{name} {head_dim}"] = peer
+    sets = min(one.sets for one in inputs.values())
+    times = common.time_kernels(kernels, sets=sets, rounds=rounds, min_ms=LONG_TURN_MS)
+    rows: list[dict[str, object]] = []
+    for head_dim, case in cases.items():
+        row: dict[str, object] = {"head_dim": head_dim}
+        for name in ("ours", "torch cuDNN", "torch flash"):
+            if (timing := times.get(f"{name} {head_dim}")) is not None:
+                row[f"{name} us"] = round(timing.us, 1)
+                row[f"{name} TFLOP/s"] = round(case.flops / timing.us * 1e-6, 1)
+                row[f"{name} of 128"] = round(times[f"{name} 128"].us / timing.us * head_dim / 128, 3)
+        rows.append(row)
+    torch.cuda.empty_cache()
+    return rows
 
 
 def float64_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -344,7 +377,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=9, help="timings of each kernel (default: 9)")
     parser.add_argument(
         "--only",
-        choices=["prefill", "verify", "variants", "quantised", "mixed", "accuracy"],
+        choices=["prefill", "verify", "variants", "head dims", "quantised", "mixed", "accuracy"],
         help="one section; nothing is written to bench/results",
     )
     arguments = parser.parse_args()
@@ -365,7 +398,9 @@ def main() -> None:
     verify = section(
         lambda: [measure(case, clock, rounds, peers=case in VERIFY) for case in (*VERIFY, *INVARIANT)], "verify"
     )
-    others = section(lambda: [measure(case, clock, rounds, peers=False) for case in variants(PREFILL[0])], "variants")
+    one_head_dim = [case for case in variants(PREFILL[0]) if case.head_dim == PREFILL[0].head_dim]
+    others = section(lambda: [measure(case, clock, rounds, peers=False) for case in one_head_dim], "variants")
+    head_dims = section(lambda: measure_head_dims(PREFILL[0], rounds), "head dims")
     eight_bit = [
         *PREFILL,
         *(case for case in variants(PREFILL[0]) if case.name.partition(", ")[2] in QUANTISED_VARIANTS),
@@ -382,6 +417,7 @@ def main() -> None:
         [*peers, *verify, *others, *quantised],
         flops="4 x heads x head_dim x visible (query, key) pairs",
         mixed=[{**row, "us": round(row["us"].us, 2)} for row in mixed],
+        head_dims=head_dims,
         accuracy=errors,
     )
     names = dict.fromkeys(key.removesuffix(" TFLOP/s") for row in peers for key in row if key.endswith(" TFLOP/s"))

@@ -77,6 +77,13 @@ def prefill_columns(*peers: str) -> dict[str, str | Callable[[Row], str]]:
     return ours | {peer: with_rate(f"{peer} us", f"{peer} TFLOP/s") for peer in peers}
 
 
+def head_dim_columns() -> dict[str, str | Callable[[Row], str]]:
+    columns: dict[str, str | Callable[[Row], str]] = {"head_dim": "head_dim"}
+    for heading, name in (("paged", "ours"), ("torch cuDNN", "torch cuDNN"), ("torch flash", "torch flash")):
+        columns |= {heading: with_rate(f"{name} us", f"{name} TFLOP/s"), f"{heading} of 128": f"{name} of 128"}
+    return columns
+
+
 SCALES = ("tensor", "head", "token_head", "token_head / tensor")
 EIGHT_BIT = ("unquantised us", "e4m3 us", "e5m2 us", "int8 us", "e4m3, scales a token us")
 
@@ -94,6 +101,7 @@ TABLES = {
     "prefill in short": Table("prefill", prefill_columns(*PREFILL_PEERS), CHUNKS, has("torch flash us")),
     "prefill": Table("prefill", {**prefill_columns(*PREFILL_PEERS), "MHz": "MHz"}, where=has("torch flash us")),
     "prefill variants": Table("prefill", prefill_columns(), where=has("MHz", but="torch flash us")),
+    "prefill head dims": Table("prefill", head_dim_columns(), section="head_dims"),
     "prefill 8 bit": Table("prefill", columns("case", *EIGHT_BIT), where=has("unquantised us")),
     "mixed": Table("prefill", columns("case", "us", "of the sum"), section="mixed"),
     "cache ops": Table("cache_ops", columns("case", "us", "GB/s", "of ceiling", "torch us", "FlashInfer us")),
