@@ -397,6 +397,37 @@ def test_calls_and_graphs_that_share_a_pool():
     assert_same_bits(run_in_pool(), expected)
 
 
+def test_long_chunk_where_no_memory_is_left_for_a_copy():
+    """A copy of an 8-bit cache in 16 bits is as wide as the table; without it keys are converted as they are read."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("chunks on 8-bit caches are copied on compute capability 9.0")
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
+    batch = peaky_batch([1100], [1100], dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn, **shape)
+    expected, batch = batch.expected(), batch.to("cuda")
+    table = torch.nn.functional.pad(batch.block_table, (0, 2048), value=2**31 - 1)
+    batch = replace(batch, block_table=table)
+    copy_bytes = 2 * 2 * table.shape[1] * 16 * 8 * 128
+
+    def run() -> tuple[torch.Tensor, int]:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        output = batch.run(paged_attn.paged_attention)
+        return output, torch.cuda.max_memory_allocated() - before
+
+    output, peak = run()
+    assert peak > copy_bytes
+    assert_close(output, expected)
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + copy_bytes // 2
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        output, peak = run()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert peak < copy_bytes
+    assert_close(output, expected)
+
+
 # E-device
 
 

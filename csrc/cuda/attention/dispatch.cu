@@ -19,7 +19,7 @@ void launch_decode(const AttentionParams&, QueryRange, Workspace&, cudaStream_t)
 bool prefill_supports(const AttentionParams&) { return false; }
 void launch_prefill(const AttentionParams&, QueryRange, Workspace&, cudaStream_t) {}
 int widened_len(const AttentionParams&) { return INT_MAX; }
-AttentionParams launch_widen(const AttentionParams& p, int, Workspace&, cudaStream_t) { return p; }
+std::optional<AttentionParams> launch_widen(const AttentionParams&, int, Workspace&, cudaStream_t) { return {}; }
 size_t prefill_marked_bytes() { return 0; }
 }  // namespace sm90
 #endif
@@ -51,7 +51,7 @@ void launch_mixed(const AttentionParams& p, int decode_len, int widened_len, Wor
   int longest_len = wide_len + 1;
   if (widened_len < INT_MAX) {
     longest_len = std::max(longest_len, widened_len);
-    longest = sm90::launch_widen(p, longest_len, workspace, stream);
+    longest = sm90::launch_widen(p, longest_len, workspace, stream).value_or(p);
   }
   if (narrow_len < wide_len) sm90::launch_decode(p, {narrow_len + 1, wide_len, false}, beside, stream);
   if (wide_len + 1 < longest_len) sm90::launch_prefill(p, {wide_len + 1, longest_len - 1, false}, workspace, stream);
@@ -93,7 +93,7 @@ void launch_paged_attention(const AttentionParams& p, Workspace& workspace, cuda
   if (widened_len == INT_MAX) return prefill(p, {prefill_len, INT_MAX, !decodes}, workspace, stream);
   const int longest_len = std::max(prefill_len, widened_len);
   if (prefill_len < longest_len) prefill(p, {prefill_len, longest_len - 1, !decodes}, workspace, stream);
-  const AttentionParams longest = sm90::launch_widen(p, longest_len, workspace, stream);
+  const AttentionParams longest = sm90::launch_widen(p, longest_len, workspace, stream).value_or(p);
   prefill(longest, {longest_len, INT_MAX, !decodes && prefill_len == longest_len}, workspace, stream);
 }
 

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <optional>
+
 #include "../../params.h"
 
 namespace paged_attn {
@@ -36,8 +38,9 @@ void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& works
 // the query; INT_MAX: none is.
 int widened_len(const AttentionParams& p);
 // Makes that copy for the sequences of at least `least_len` query tokens, 1 or more; returns what launch_prefill takes
-// for them.
-AttentionParams launch_widen(const AttentionParams& p, int least_len, Workspace& workspace, cudaStream_t stream);
+// for them, or nothing where there is no memory for it: then it takes `p`.
+std::optional<AttentionParams> launch_widen(const AttentionParams& p, int least_len, Workspace& workspace,
+                                            cudaStream_t stream);
 // What launch_prefill takes of the workspace's marked memory on the current device, rounded up to an alignment for all.
 size_t prefill_marked_bytes();
 

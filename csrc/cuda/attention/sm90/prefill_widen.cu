@@ -2,6 +2,7 @@
 // copied in the type of the query, exactly and without their scale, to blocks in scratch memory.
 #include <algorithm>
 #include <climits>
+#include <exception>
 
 #include "../../convert.cuh"
 #include "../../divisor.cuh"
@@ -166,15 +167,20 @@ int widened_len(const AttentionParams& p) {
   return fits ? least_len : INT_MAX;
 }
 
-AttentionParams launch_widen(const AttentionParams& p, int least_len, Workspace& workspace, cudaStream_t stream) {
+std::optional<AttentionParams> launch_widen(const AttentionParams& p, int least_len, Workspace& workspace,
+                                            cudaStream_t stream) {
   WidenParams w;
   w.attention = p;
   w.least_len = least_len;
   w.sequences = sequences_of_copy(p, least_len);
   w.blocks = blocks_of_copy(p);
-  w.key = workspace.scratch(bytes_of_copy(p, least_len));
-  w.value = workspace.scratch(bytes_of_copy(p, least_len));
-  w.block_table = static_cast<int32_t*>(workspace.scratch(bytes_of_table(p)));
+  try {
+    w.key = workspace.scratch(bytes_of_copy(p, least_len));
+    w.value = workspace.scratch(bytes_of_copy(p, least_len));
+    w.block_table = static_cast<int32_t*>(workspace.scratch(bytes_of_table(p)));
+  } catch (const std::exception&) {  // out of memory
+    return std::nullopt;
+  }
   w.by_block_size = Divisor(p.block_size);
   w.by_blocks = Divisor(w.blocks);
   w.by_chunks = Divisor(p.head_dim / 8);
