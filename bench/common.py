@@ -306,6 +306,17 @@ def run_record(device: str = "cuda") -> dict[str, object]:
     }
 
 
+def to_json(result: Mapping[str, object]) -> str:
+    """JSON in which a row of a list takes one line, so that another run changes as many lines as there are rows."""
+
+    def text(value: object) -> str:
+        if not isinstance(value, list) or not value:
+            return json.dumps(value)
+        return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {text(value)}" for key, value in result.items()) + "\n}\n"
+
+
 def write_results(
     name: str, rows: Sequence[Mapping[str, object]], *, device: str = "cuda", directory: Path = RESULTS, **facts
 ) -> Path:
@@ -323,7 +334,7 @@ def write_results(
         **facts,
         "rows": [{key: plain(value) for key, value in row.items()} for row in rows],
     }
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(to_json(result))
     return path
 
 

@@ -76,18 +76,13 @@ QUANTISED = {
     "e4m3, scales a token": {"cache_dtype": torch.float8_e4m3fn, "scale_kind": "token_head"},
 }
 HEAD_DIMS = (64, 96, 128, 192, 256)
-LONG_TURN_MS = 200.0  # the clock follows the power within some tens of milliseconds
-QUANTISED_VARIANTS = ("D 64", "D 96", "D 192", "D 256", "NHD", "soft cap")
+QUANTISED_VARIANTS = ("NHD", "soft cap")
 INVARIANT = [replace(case, name=f"{case.name}, batch invariant", options={"batch_invariant": True}) for case in VERIFY]
 
 
 def variants(base: Case) -> list[Case]:
     """The same arithmetic in other shapes, layouts and with the options of paged_attention."""
     changes = {
-        "D 64": {"head_dim": 64},
-        "D 96": {"head_dim": 96},
-        "D 192": {"head_dim": 192},
-        "D 256": {"head_dim": 256},
         "fp16": {"dtype": torch.float16},
         "group 1": {"kv_heads": 32},
         "group 7": {"heads": 28, "kv_heads": 4},
@@ -103,6 +98,10 @@ def variants(base: Case) -> list[Case]:
         "mma": {"backend": "mma"},
     }
     return [base, *(replace(base, name=f"{base.name}, {name}", **change) for name, change in changes.items())]
+
+
+def head_dim_cases(base: Case) -> list[Case]:
+    return [replace(base, name=f"{base.name}, D {head_dim}", head_dim=head_dim) for head_dim in HEAD_DIMS]
 
 
 class Inputs:
@@ -292,44 +291,42 @@ def measure_mixed(rounds: int) -> list[dict[str, object]]:
     return rows
 
 
-def measure_quantised(case: Case, rounds: int) -> dict[str, object]:
+def measure_quantised(case: Case, rounds: int, turn_ms: float) -> dict[str, object]:
     """A case from 8-bit caches beside the same case from one of the query's dtype."""
     every = {"unquantised": Inputs(case)}
     every |= {name: Inputs(replace(case, **change)) for name, change in QUANTISED.items()}
     sets = min(inputs.sets for inputs in every.values())
     kernels = {name: inputs.ours(case.backend) for name, inputs in every.items()}
-    times = common.time_kernels(kernels, sets=sets, rounds=rounds, min_ms=LONG_TURN_MS)
+    times = common.time_kernels(kernels, sets=sets, rounds=rounds, min_ms=turn_ms)
     row: dict[str, object] = {"case": case.name} | {f"{name} us": timing for name, timing in times.items()}
     row["least speed of unquantised"] = times["unquantised"].us / max(timing.us for timing in times.values())
     torch.cuda.empty_cache()
     return row
 
 
-def measure_head_dims(base: Case, rounds: int) -> list[dict[str, object]]:
-    """The same case with every head_dim of HEAD_DIMS, all in turns, beside torch's own attention."""
-    cases = {head_dim: replace(base, head_dim=head_dim) for head_dim in HEAD_DIMS}
-    inputs = {head_dim: Inputs(case) for head_dim, case in cases.items()}
+def measure_head_dims(cases: Sequence[Case], rounds: int, turn_ms: float) -> list[dict[str, object]]:
+    """Cases that differ in head_dim, 128 among them, all in turns, beside torch's own attention."""
+    inputs = {case.head_dim: Inputs(case) for case in cases}
     kernels: dict[str, common.Kernel] = {}
     for head_dim, one in inputs.items():
-        kernels[f"ours {head_dim}"] = one.ours(base.backend)
-        for kind, name in (("cudnn", "torch cuDNN"), ("flash", "torch flash")):
-            peer = one.torch_attention(kind)
-            try:
-                peer(0)
-            except RuntimeError as error:
-                print(f"{name}, head_dim {head_dim}, left out: {str(error).splitlines()[0]}")
-                continue
-            kernels[f"{name} {head_dim}"] = peer
+        kernels[f"ours {head_dim}"] = one.ours(one.case.backend)
+        for kind, library in (("cudnn", "torch cuDNN"), ("flash", "torch flash")):
+            name = f"{library} {head_dim}"
+            kernel = common.peer(name, partial(one.torch_attention, kind))
+            if kernel is not None:
+                kernels[name] = kernel
     sets = min(one.sets for one in inputs.values())
-    times = common.time_kernels(kernels, sets=sets, rounds=rounds, min_ms=LONG_TURN_MS)
+    times = common.time_kernels(kernels, sets=sets, rounds=rounds, min_ms=turn_ms)
     rows: list[dict[str, object]] = []
-    for head_dim, case in cases.items():
-        row: dict[str, object] = {"head_dim": head_dim}
+    for case in cases:
+        row: dict[str, object] = {"head_dim": case.head_dim}
         for name in ("ours", "torch cuDNN", "torch flash"):
-            if (timing := times.get(f"{name} {head_dim}")) is not None:
+            timing, of_128 = (times.get(f"{name} {head_dim}") for head_dim in (case.head_dim, 128))
+            if timing is not None:
                 row[f"{name} us"] = round(timing.us, 1)
                 row[f"{name} TFLOP/s"] = round(case.flops / timing.us * 1e-6, 1)
-                row[f"{name} of 128"] = round(times[f"{name} 128"].us / timing.us * head_dim / 128, 3)
+            if timing is not None and of_128 is not None:
+                row[f"{name} of 128"] = round(of_128.us / timing.us * case.head_dim / 128, 3)
         rows.append(row)
     torch.cuda.empty_cache()
     return rows
@@ -376,6 +373,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=positive, default=9, help="timings of each kernel (default: 9)")
     parser.add_argument(
+        "--turn-ms",
+        type=positive,
+        default=200,
+        help="how long a kernel of quantised and head dims runs at a time (default: 200)",
+    )
+    parser.add_argument(
         "--only",
         choices=["prefill", "verify", "variants", "head dims", "quantised", "mixed", "accuracy"],
         help="one section; nothing is written to bench/results",
@@ -398,14 +401,15 @@ def main() -> None:
     verify = section(
         lambda: [measure(case, clock, rounds, peers=case in VERIFY) for case in (*VERIFY, *INVARIANT)], "verify"
     )
-    one_head_dim = [case for case in variants(PREFILL[0]) if case.head_dim == PREFILL[0].head_dim]
-    others = section(lambda: [measure(case, clock, rounds, peers=False) for case in one_head_dim], "variants")
-    head_dims = section(lambda: measure_head_dims(PREFILL[0], rounds), "head dims")
+    base = PREFILL[0]
+    others = section(lambda: [measure(case, clock, rounds, peers=False) for case in variants(base)], "variants")
+    head_dims = section(lambda: measure_head_dims(head_dim_cases(base), rounds, arguments.turn_ms), "head dims")
     eight_bit = [
         *PREFILL,
-        *(case for case in variants(PREFILL[0]) if case.name.partition(", ")[2] in QUANTISED_VARIANTS),
+        *(case for case in head_dim_cases(base) if case.head_dim != base.head_dim),
+        *(case for case in variants(base) if case.name.partition(", ")[2] in QUANTISED_VARIANTS),
     ]
-    quantised = section(lambda: [measure_quantised(case, rounds) for case in eight_bit], "quantised")
+    quantised = section(lambda: [measure_quantised(case, rounds, arguments.turn_ms) for case in eight_bit], "quantised")
     mixed = section(lambda: measure_mixed(rounds), "mixed")
     errors = section(
         lambda: [accuracy(t, d) for t in (torch.bfloat16, torch.float16) for d in (64, 128, 256)], "accuracy"
@@ -418,6 +422,7 @@ def main() -> None:
         flops="4 x heads x head_dim x visible (query, key) pairs",
         mixed=[{**row, "us": round(row["us"].us, 2)} for row in mixed],
         head_dims=head_dims,
+        turn_ms=arguments.turn_ms,
         accuracy=errors,
     )
     names = dict.fromkeys(key.removesuffix(" TFLOP/s") for row in peers for key in row if key.endswith(" TFLOP/s"))

@@ -38,7 +38,7 @@ void launch_prefill(const AttentionParams& p, QueryRange range, Workspace& works
 // the query; INT_MAX: none is.
 int widened_len(const AttentionParams& p);
 // Makes that copy for the sequences of at least `least_len` query tokens, 1 or more; returns what launch_prefill takes
-// for them, or nothing where there is no memory for it: then it takes `p`.
+// for them in place of `p`, or nothing where there is no memory for a copy.
 std::optional<AttentionParams> launch_widen(const AttentionParams& p, int least_len, Workspace& workspace,
                                             cudaStream_t stream);
 // What launch_prefill takes of the workspace's marked memory on the current device, rounded up to an alignment for all.

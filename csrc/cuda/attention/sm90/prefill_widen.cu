@@ -174,13 +174,14 @@ std::optional<AttentionParams> launch_widen(const AttentionParams& p, int least_
   w.least_len = least_len;
   w.sequences = sequences_of_copy(p, least_len);
   w.blocks = blocks_of_copy(p);
+  const size_t bytes = bytes_of_copy(p, least_len);  // whole blocks: what follows is aligned, too
   try {
-    w.key = workspace.scratch(bytes_of_copy(p, least_len));
-    w.value = workspace.scratch(bytes_of_copy(p, least_len));
-    w.block_table = static_cast<int32_t*>(workspace.scratch(bytes_of_table(p)));
+    w.key = workspace.scratch(2 * bytes + bytes_of_table(p));
   } catch (const std::exception&) {  // out of memory
     return std::nullopt;
   }
+  w.value = static_cast<char*>(w.key) + bytes;
+  w.block_table = reinterpret_cast<int32_t*>(static_cast<char*>(w.value) + bytes);
   w.by_block_size = Divisor(p.block_size);
   w.by_blocks = Divisor(w.blocks);
   w.by_chunks = Divisor(p.head_dim / 8);
